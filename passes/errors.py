@@ -1,0 +1,19 @@
+"""Every error remat raises for something a user can change; our own broken invariants are plain asserts."""
+
+from __future__ import annotations
+
+
+class RematError(Exception):
+    """Base class of remat's errors."""
+
+
+class OptionError(RematError, ValueError):
+    """An option has an unknown name, a wrong type or a value outside its range."""
+
+
+class InfeasibleCut(RematError):
+    """Backward needs a value that may be neither saved nor recomputed."""
+
+
+class VerificationError(RematError):
+    """A plan or an extracted graph breaks the rules it was made under; it is refused instead of being run."""
