@@ -1,0 +1,14 @@
+"""Pure graph work: a joint FX graph in, a plan and two FX graphs out. In data-flow order:
+
+    joint_graph     who computes what, on which side it may run, what backward needs
+    constraints     what may be saved, what may be recomputed, and why not
+    cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
+    choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan)
+    schedule        the order of backward, each recomputation just before its first reader
+    extract         forward and backward as graphs; rng replays random ops
+    verify          plans and graphs checked against the rules, always
+    partition       the pipeline above, on one screen
+
+Shared by all: op_facts (what is known of operators), errors, fingerprint (cache keys), torch_private (every private import).
+Nothing here knows decorators, `torch.compile` or global settings.
+"""

@@ -1,0 +1,202 @@
+"""What it costs, in seconds, to recompute a value or to keep it.
+
+A cost model answers two questions: what does running this call once more, inside backward, add to the step, and what does
+keeping these bytes add? Answers are asked per distinct call and cached on it.
+
+Roofline   the larger of flops over peak flops and bytes over bandwidth; ops that will be fused into their readers are
+           charged for their arithmetic alone, since what they read is in registers anyway.
+Flops      flops over peak flops; what has no flop count is free.
+Callback   a user's function, `fn(call: OpCall) -> float` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .errors import OptionError
+from .fingerprint import fingerprint
+from .joint_graph import JointGraph, Role, tensor_of
+from .op_call import OpCall, TensorSpec, call_of, hint_of
+from .op_facts import Kind
+from .torch_private import without_modes
+
+TICKS_PER_SECOND = 10**9
+"""Prices are whole numbers, so that equal graphs give equal plans: one tick is a nanosecond."""
+
+FUSED_FRACTION: Mapping[Kind, float] = {
+    Kind.FREE: 0.0,
+    Kind.POINTWISE: 0.05,
+    Kind.TRANSCENDENTAL: 0.2,
+    Kind.GATHER: 0.5,
+    Kind.RANDOM: 1.0,
+}
+"""What a fused op adds to a loop, as a part of the time to write its own result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast a device computes and moves data."""
+
+    flops_per_second: float
+    """Of single-precision matrix products; half precision counts double, double precision half."""
+    bytes_per_second: float
+    """Of a large copy, read and write added."""
+
+    def compute_seconds(self, flops: int, dtype: torch.dtype) -> float:
+        """Time for a matrix product of a type."""
+        return flops * dtype.itemsize / 4 / self.flops_per_second
+
+
+DEFAULT_MACHINE = Machine(flops_per_second=2.0**37, bytes_per_second=2.0**34)
+"""For devices that cannot be measured (`meta`): 137 GFLOP/s and 17 GB/s, the balance of a desktop CPU."""
+
+
+class CostModel(Protocol):
+    """Prices recomputation and keeping."""
+
+    def recompute_seconds(self, call: OpCall) -> float:
+        """What one more run of the call inside backward adds to the step."""
+
+    def save_seconds(self, num_bytes: int, device: str) -> float:
+        """What keeping `num_bytes` for backward adds to the step."""
+
+    def cache_key(self) -> str:
+        """Two models with the same key price everything alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """The prices of every forward-side value, in ticks, by node position."""
+
+    save_ticks: tuple[int, ...]
+    recompute_ticks: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+
+
+def price(graph: JointGraph, model: CostModel) -> Costs:
+    """Price every forward-side value of a graph."""
+    known: dict[OpCall, int] = {}
+    rows = [_price_node(node, role, model, known) for node, role in zip(graph.nodes, graph.roles, strict=True)]
+    save_ticks, recompute_ticks, num_bytes = zip(*rows, strict=True) if rows else ((), (), ())
+    return Costs(save_ticks, recompute_ticks, num_bytes)
+
+
+def _price_node(node: torch.fx.Node, role: Role, model: CostModel, known: dict[OpCall, int]) -> tuple[int, int, int]:
+    """Ticks to save, ticks to recompute, bytes."""
+    if role not in (Role.INPUT, Role.FORWARD, Role.EITHER):
+        return 0, 0, 0
+    num_bytes = save_ticks = recompute_ticks = 0
+    tensor = tensor_of(node)
+    if tensor is not None:
+        num_bytes = hint_of(tensor.numel()) * tensor.element_size()
+        save_ticks = max(1, ticks(model.save_seconds(num_bytes, tensor.device.type)))
+    # What only backward needs is computed once, wherever it runs: running it there adds nothing.
+    if role is Role.FORWARD and node.op == "call_function":
+        call = call_of(node)
+        if call not in known:
+            known[call] = ticks(model.recompute_seconds(call))
+        recompute_ticks = known[call]
+    return save_ticks, recompute_ticks, num_bytes
+
+
+def ticks(seconds: float) -> int:
+    """Seconds as a whole number of ticks."""
+    if not 0.0 <= seconds < float("inf"):
+        raise OptionError(f"the cost model returned {seconds!r} seconds; a price is a finite number, zero or more")
+    return round(seconds * TICKS_PER_SECOND)
+
+
+# -------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The larger of compute time and memory time, with fused ops charged for what they add."""
+
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """By device type; others get DEFAULT_MACHINE."""
+
+    def machine(self, device: str) -> Machine:
+        """The constants of a device."""
+        return self.machines.get(device, DEFAULT_MACHINE)
+
+    def recompute_seconds(self, call: OpCall) -> float:
+        """What one more run of the call inside backward adds to the step."""
+        machine = self.machine(call.device)
+        fraction = FUSED_FRACTION.get(call.facts.kind)
+        if fraction is not None:
+            return fraction * call.output_bytes / machine.bytes_per_second
+        memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
+        return max(_compute_seconds(call, machine), memory)
+
+    def save_seconds(self, num_bytes: int, device: str) -> float:
+        """A write in forward and a read in backward."""
+        return 2 * num_bytes / self.machine(device).bytes_per_second
+
+    def cache_key(self) -> str:
+        """The machine constants and the fractions decide the plan, so they are the key."""
+        return f"{type(self).__name__} {sorted(self.machines.items())}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flops(Roofline):
+    """Count floating-point operations only."""
+
+    def recompute_seconds(self, call: OpCall) -> float:
+        """Compute time of the ops that have a flop count; the rest is free."""
+        return _compute_seconds(call, self.machine(call.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Callback(Roofline):
+    """A user's function for recomputation, bandwidth for keeping."""
+
+    function: Callable[[OpCall], float] = field(default=lambda call: 0.0)
+
+    def recompute_seconds(self, call: OpCall) -> float:
+        """Ask the user."""
+        seconds = self.function(call)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise OptionError(
+                f"the cost model returned {seconds!r} for {call.target}; it must return seconds as a number"
+            )
+        return float(seconds)
+
+    def cache_key(self) -> str:
+        """The function's code and constants."""
+        return f"Callback {fingerprint(self.function)} {sorted(self.machines.items())}"
+
+
+def _compute_seconds(call: OpCall, machine: Machine) -> float:
+    flops = flops_of(call)
+    return machine.compute_seconds(flops, call.outputs[0].dtype) if flops else 0.0
+
+
+def flops_of(call: OpCall) -> int:
+    """Floating-point operations of a call by torch's formulas; 0 where it has none."""
+    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    if formula is None or not call.outputs:
+        return 0
+    with without_modes():
+        outputs = tuple(_as_meta(o) for o in call.outputs)
+        return int(
+            formula(
+                *[_as_meta(a) for a in call.args],
+                **{name: _as_meta(value) for name, value in call.kwargs},
+                out_val=outputs if len(outputs) > 1 else outputs[0],
+            )
+        )
+
+
+def _as_meta(arg: Any) -> Any:
+    """Arguments as a flop formula wants them: tensors without data."""
+    if isinstance(arg, TensorSpec):
+        return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
+    if isinstance(arg, tuple):
+        return [_as_meta(a) for a in arg]
+    return arg

@@ -1,0 +1,290 @@
+"""Split a joint graph by a plan: one forward graph, one backward graph, recomputation written out as explicit copies.
+
+AOTAutograd's calling convention:
+
+    forward returns    user outputs | saved tensors | saved tensors without version check | opaque objects | numbers
+    backward receives  numbers | saved tensors (same order) | opaque objects | tangents | seeds and offsets | backward state
+
+A saved value has the same name in both graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from . import rng
+from .constraints import Constraints
+from .joint_graph import (
+    PARTITIONER_TAG,
+    JointGraph,
+    Role,
+    backward_inputs,
+    forward_inputs,
+    is_backward_state,
+    output_descriptors,
+)
+from .schedule import Schedule
+from .torch_private import (
+    FakeScriptObject,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+    find_symbol_binding_fx_nodes,
+    graph_module,
+    is_sym_node,
+    is_symbol_binding_fx_node,
+    symbols_of,
+)
+
+COPY_TAG = "remat_copy_of"
+"""`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""
+
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+"""`node.meta` key by which AOTAutograd marks tensors that eager would stash without a version check."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extracted:
+    """The two graphs of a split joint graph."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_saved: int
+    """Values that forward returns beside the user's outputs."""
+
+
+def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> Extracted:
+    """Write forward and backward as graphs of their own."""
+    replayed = {i for i in schedule.events if _is_replayed(graph, i)}
+    forward, env, states = _forward_half(graph, schedule, replayed)
+    handed = _hand_over(graph, constraints, schedule, forward, env, states)
+    _add_output(forward, graph, env, handed)
+    backward = _backward_half(graph, schedule, handed)
+    return Extracted(
+        forward=graph_module(graph.module, forward),
+        backward=graph_module(graph.module, backward),
+        num_saved=len(handed),
+    )
+
+
+def _is_replayed(graph: JointGraph, i: int) -> bool:
+    op = graph.facts[i]
+    return graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+
+
+# -------------------------------------------------------------------------------------------------- forward
+
+
+def _forward_half(
+    graph: JointGraph, schedule: Schedule, replayed: set[int]
+) -> tuple[fx.Graph, dict[int, fx.Node], dict[int, fx.Node]]:
+    """Copy what forward runs; return it with the new node and the generator state of each old position."""
+    wanted = _wanted_in_forward(graph, schedule, replayed)
+    forward = fx.Graph()
+    env: dict[int, fx.Node] = {}
+    states: dict[int, fx.Node] = {}
+
+    def lookup(node: fx.Node) -> fx.Node:
+        return env[graph.resolve(node)]
+
+    for i in forward_inputs(graph):
+        env[i] = forward.node_copy(graph.nodes[i], lookup)
+    for i, node in enumerate(graph.nodes):
+        if i in wanted and i not in env:
+            if i in replayed:
+                states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
+            else:
+                env[i] = forward.node_copy(node, lookup)
+    return forward, env, states
+
+
+def _wanted_in_forward(graph: JointGraph, schedule: Schedule, replayed: set[int]) -> set[int]:
+    """Forward's own nodes, plus what only backward needs but forward computes and saves."""
+    wanted = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
+    stack = [*schedule.received, *replayed]
+    while stack:
+        i = stack.pop()
+        if i not in wanted and graph.roles[i] in (Role.EITHER, Role.CONSTANT):
+            wanted.add(i)
+            stack.extend(graph.inputs[i])
+    for i in sorted(wanted):
+        wanted.update(j for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT)
+    wanted.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
+    return wanted
+
+
+def _add_output(forward: fx.Graph, graph: JointGraph, env: dict[int, fx.Node], handed: Sequence[_Handed]) -> None:
+    own = [env[graph.resolve(o)] if isinstance(o, fx.Node) else o for o in graph.forward_outputs]
+    values = [*own, *(h.node for h in _in_forward_order(handed))]
+    output = forward.output(tuple(values))
+    kinds = [
+        (SavedForBackwardsNoVcCheckAOTOutput if h.kind is _Kind.UNCHECKED else SavedForBackwardsAOTOutput)(k)
+        for k, h in enumerate(_in_forward_order(handed))
+    ]
+    output.meta["desc"] = [*output_descriptors(graph.module)[: len(own)], *kinds]
+    output.meta["output_stack_traces"] = [v.meta.get("stack_trace") if isinstance(v, fx.Node) else None for v in values]
+
+
+# -------------------------------------------------------------------------------------------------- hand-over
+
+
+class _Kind:
+    """The groups of AOTAutograd's calling convention."""
+
+    CHECKED = 0
+    UNCHECKED = 1
+    OPAQUE = 2
+    NUMBER = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handed:
+    """One value that forward returns for backward."""
+
+    node: fx.Node
+    """In the forward graph."""
+    kind: int
+    position: int | None
+    """The joint node it stands for in backward; None for a generator state."""
+    state_of: int | None = None
+    """The random op whose generator state it is."""
+
+
+def _hand_over(
+    graph: JointGraph,
+    constraints: Constraints,
+    schedule: Schedule,
+    forward: fx.Graph,
+    env: dict[int, fx.Node],
+    states: dict[int, fx.Node],
+) -> list[_Handed]:
+    handed = []
+    for i in schedule.received:
+        node = graph.nodes[i]
+        if node.op == "get_attr" or is_backward_state(node):
+            continue
+        kept = _copied(forward, env[i]) if i in constraints.saved_by_copy else env[i]
+        handed.append(_Handed(kept, _kind_of(node), i))
+    handed += [_Handed(state, _Kind.CHECKED, None, state_of=i) for i, state in states.items()]
+    return handed + _missing_symbols(graph, handed, env)
+
+
+def _copied(forward: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy of memory that forward overwrites later, taken where the value is defined."""
+    with forward.inserting_after(_last_placeholder(forward) if node.op == "placeholder" else node):
+        copy = forward.create_node("call_function", torch.ops.aten.clone.default, (node,), name=f"{node.name}_before")
+    copy.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "tensor_meta")}
+    copy.meta[PARTITIONER_TAG] = "is_forward"
+    return copy
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    last = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        last = node
+    assert last is not None
+    return last
+
+
+def _kind_of(node: fx.Node) -> int:
+    if is_sym_node(node) or isinstance(node.meta.get("val"), (int, float)):
+        return _Kind.NUMBER
+    if isinstance(node.meta.get("val"), FakeScriptObject):
+        return _Kind.OPAQUE
+    return _Kind.UNCHECKED if node.meta.get(_UNCHECKED, False) else _Kind.CHECKED
+
+
+def _missing_symbols(graph: JointGraph, handed: Sequence[_Handed], env: dict[int, fx.Node]) -> list[_Handed]:
+    """Sizes that nobody reads by name but that the tensors given to backward have: compilers look them up."""
+    tangents = [n for i, n in enumerate(graph.nodes) if graph.roles[i] is Role.BACKWARD_INPUT]
+    bound = {is_symbol_binding_fx_node(h.node) for h in handed if h.kind == _Kind.NUMBER}
+    symbols = [s for n in (*(h.node for h in handed), *tangents) for s in symbols_of(n.meta.get("val"))]
+    if not symbols:
+        return []
+    binders = find_symbol_binding_fx_nodes(graph.module.graph)
+    missing = [s for s in dict.fromkeys(symbols) if s not in bound and s in binders]
+    positions = [graph.resolve(binders[s]) for s in missing]
+    return [_Handed(env[i], _Kind.NUMBER, i) for i in dict.fromkeys(positions) if i in env]
+
+
+def _in_forward_order(handed: Sequence[_Handed]) -> list[_Handed]:
+    return sorted(handed, key=_forward_rank)
+
+
+def _in_backward_order(handed: Sequence[_Handed]) -> list[_Handed]:
+    return sorted(handed, key=lambda h: (-1, *_forward_rank(h)) if h.kind == _Kind.NUMBER else (0, *_forward_rank(h)))
+
+
+def _forward_rank(handed: _Handed) -> tuple[int, int]:
+    """Groups in order; among numbers, symbols before what is derived from them."""
+    derived = handed.kind == _Kind.NUMBER and not is_symbol_binding_fx_node(handed.node)
+    return (handed.kind, int(derived))
+
+
+# -------------------------------------------------------------------------------------------------- backward
+
+
+def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Handed]) -> fx.Graph:
+    backward = fx.Graph()
+    env, states = _backward_inputs(graph, handed, backward)
+
+    def lookup(node: fx.Node) -> fx.Node:
+        i = graph.resolve(node)
+        if i not in env and node.op == "get_attr":
+            env[i] = backward.node_copy(node)
+        return env[i]
+
+    for i in schedule.events:
+        node = graph.nodes[i]
+        if i in states:
+            new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
+        else:
+            new = backward.node_copy(node, lookup)
+        if graph.roles[i] is not Role.BACKWARD:
+            new.meta[COPY_TAG] = node.name
+            new.meta[PARTITIONER_TAG] = "is_backward"
+        new.meta["autograd_backward"] = True
+        env[i] = new
+    outputs = [lookup(o) if isinstance(o, fx.Node) else o for o in graph.backward_outputs]
+    output = backward.output(tuple(outputs))
+    output.meta["desc"] = output_descriptors(graph.module)[len(graph.forward_outputs) :]
+    output.meta["output_stack_traces"] = [
+        o.meta.get("stack_trace") if isinstance(o, fx.Node) else None for o in outputs
+    ]
+    return backward
+
+
+def _backward_inputs(
+    graph: JointGraph, handed: Sequence[_Handed], backward: fx.Graph
+) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """Add the placeholders of backward; return the nodes of the values and of the generator states."""
+    env: dict[int, fx.Node] = {}
+    states: dict[int, fx.Node] = {}
+    for h in _in_backward_order(handed):
+        placeholder = _placeholder(backward, h.node)
+        if h.position is not None:
+            env[h.position] = placeholder
+        if h.state_of is not None:
+            states[h.state_of] = placeholder
+    for i in backward_inputs(graph):
+        env[i] = _placeholder(backward, graph.nodes[i])
+    return env, states
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    new = graph.placeholder(node.name)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _arguments(node: fx.Node, lookup: Callable[[fx.Node], fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: Any = map_arg(node.args, lookup)
+    kwargs: Any = map_arg(node.kwargs, lookup)
+    return args, kwargs

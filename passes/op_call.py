@@ -1,0 +1,145 @@
+"""One call of an operator, reduced to what its cost depends on: op, shapes, dtypes, strides, plain arguments.
+
+Two nodes with the same call cost the same, so a cost model is asked once per distinct call: a model of a hundred equal
+layers has some dozens of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .op_facts import OpFacts, facts_of
+from .torch_private import symbol_hint
+
+UNBACKED_SIZE = 4096
+"""Stand-in for a size that only the data will tell (results of nonzero, item): large enough not to look free."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, strides, type and device of a tensor; symbolic sizes are replaced by their example values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a dense tensor of this shape takes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """An operator with the arguments that decide its cost."""
+
+    target: Any
+    args: tuple[Any, ...]
+    """Tensors as TensorSpec, sequences as tuples, other arguments as they are."""
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def facts(self) -> OpFacts:
+        """What is known of the operator."""
+        return facts_of(self.target)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors it reads."""
+        return tuple(_specs_in((self.args, self.kwargs)))
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes it reads if every input is read once."""
+        return sum(spec.num_bytes for spec in self.inputs)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes it writes."""
+        return sum(spec.num_bytes for spec in self.outputs)
+
+    @property
+    def device(self) -> str:
+        """Type of the device it runs on."""
+        for spec in (*self.outputs, *self.inputs):
+            return spec.device
+        return "cpu"
+
+
+def call_of(node: fx.Node) -> OpCall:
+    """Describe the call that a node makes."""
+    return OpCall(
+        target=node.target,
+        args=tuple([_described(a) for a in node.args]),
+        kwargs=tuple([(k, _described(v)) for k, v in node.kwargs.items()]) if node.kwargs else (),
+        outputs=tuple(_specs_in(_spec_of_value(node.meta.get("val")))),
+    )
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor, without guarding on its symbolic sizes."""
+    if tensor.layout is torch.strided:
+        stride = _hints(tensor.stride())
+    else:
+        stride = ()
+    return TensorSpec(_hints(tensor.shape), stride, tensor.dtype, tensor.device.type)
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """An example value for a size."""
+    if isinstance(size, int):
+        return size
+    hint = symbol_hint(size)
+    return UNBACKED_SIZE if hint is None else hint
+
+
+def _hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple([s if type(s) is int else hint_of(s) for s in sizes])
+
+
+def _spec_of_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return spec_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_spec_of_value(v) for v in value])
+    return None
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, fx.Node):
+        value = arg.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return spec_of(value)
+        if isinstance(value, torch.SymInt):
+            return hint_of(value)
+        if isinstance(value, (list, tuple)) and arg.op == "call_function":
+            return _spec_of_value(value)
+        return arg.op
+    if isinstance(arg, (list, tuple)):
+        return tuple([_described(a) for a in arg])
+    if isinstance(arg, slice):
+        return repr(arg)
+    if isinstance(arg, dict):
+        return tuple([(k, _described(v)) for k, v in arg.items()])
+    return arg
+
+
+def _specs_in(value: Any) -> list[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        return [value]
+    if isinstance(value, tuple):
+        return [spec for item in value for spec in _specs_in(item)]
+    return []

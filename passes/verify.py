@@ -1,0 +1,105 @@
+"""Check plans and extracted graphs against the rules they were made under. Runs on every compile; linear in the graph.
+
+The planner and the extractor are the likeliest places for a mistake that shows only as a slightly wrong gradient, so neither is
+trusted: these checks share no code with them beyond the data they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from .constraints import Constraints
+from .errors import VerificationError
+from .extract import COPY_TAG, Extracted
+from .joint_graph import JointGraph, Role, backward_inputs, forward_inputs
+from .op_facts import facts_of
+from .schedule import Schedule
+
+
+def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> None:
+    """Everything backward reads is there when it is read, and nothing is saved or recomputed that may not be."""
+    there = set(backward_inputs(graph)) | set(schedule.received)
+    for i in schedule.received:
+        constraint = constraints.of[i]
+        if constraint is None or (constraint.no_save is not None and not constraint.is_free):
+            raise VerificationError(f"`{graph.nodes[i].name}` is handed to backward although it may not be saved")
+    for i in schedule.events:
+        late = [j for j in graph.inputs[i] if j not in there]
+        if late:
+            raise VerificationError(
+                f"`{graph.nodes[i].name}` runs in backward before `{graph.nodes[late[0]].name}`, which it reads"
+            )
+        constraint = constraints.of[i]
+        if constraint is not None and constraint.no_recompute is not None:
+            raise VerificationError(
+                f"`{graph.nodes[i].name}` is recomputed although it may not be: {constraint.no_recompute.value}"
+            )
+        there.add(i)
+    missing = [i for i in graph.backward_order if i not in there]
+    missing += [
+        graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node) and graph.resolve(o) not in there
+    ]
+    if missing:
+        raise VerificationError(f"backward never computes `{graph.nodes[missing[0]].name}`")
+
+
+def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
+    """The two graphs fit together, and nothing that may run only once runs twice."""
+    forward, backward = list(extracted.forward.graph.nodes), list(extracted.backward.graph.nodes)
+    _check_signatures(graph, extracted, forward, backward)
+    for node in backward:
+        if COPY_TAG in node.meta and node.op == "call_function":
+            op = facts_of(node.target)
+            if (
+                op.is_random
+                or op.draws_seed
+                or op.is_mutating
+                or op.is_collective
+                or (op.is_effectful and not op.has_body)
+            ):
+                raise VerificationError(
+                    f"backward repeats `{node.meta[COPY_TAG]}` ({node.target}), which may run only once"
+                )
+    run_once = {
+        i
+        for i, op in enumerate(graph.facts)
+        if op is not None and (op.is_mutating or op.is_collective or op.is_effectful)
+    }
+    expected = sum(graph.roles[i] in (Role.FORWARD, Role.BACKWARD) for i in run_once)
+    found = sum(_runs_once(node) for node in (*forward, *backward))
+    if found != expected:
+        raise VerificationError(
+            f"the joint graph has {expected} ops that may run only once, the split graphs have {found}"
+        )
+
+
+def _runs_once(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    op = facts_of(node.target)
+    return op.is_mutating or op.is_collective or op.is_effectful
+
+
+def _check_signatures(
+    graph: JointGraph, extracted: Extracted, forward: Sequence[fx.Node], backward: Sequence[fx.Node]
+) -> None:
+    returned = forward[-1].args[0]
+    assert isinstance(returned, tuple)
+    handed = [n.name for n in returned[len(graph.forward_outputs) :]]
+    placeholders = [n.name for n in backward if n.op == "placeholder"]
+    expected = len(handed) + len(backward_inputs(graph))
+    if len(handed) != extracted.num_saved or len(placeholders) != expected:
+        raise VerificationError(
+            f"forward returns {len(handed)} values for backward, which has {len(placeholders)} inputs"
+        )
+    if sorted(handed) != sorted(placeholders[: len(handed)]):
+        odd = sorted(set(handed) ^ set(placeholders[: len(handed)]))
+        raise VerificationError(f"forward and backward disagree on what is handed over: {', '.join(odd)}")
+    if sum(n.op == "placeholder" for n in forward) != len(forward_inputs(graph)):
+        raise VerificationError("forward has other inputs than the joint graph")
+    gradients = backward[-1].args[0]
+    assert isinstance(gradients, tuple)
+    if len(gradients) != len(graph.backward_outputs):
+        raise VerificationError(f"backward returns {len(gradients)} gradients instead of {len(graph.backward_outputs)}")

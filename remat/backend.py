@@ -1,0 +1,33 @@
+"""The torch.compile backend: `torch.compile(model, backend="remat", options={...})`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.fx as fx
+
+from .options import Inner, Options
+from .partitioner import Partitioner
+from .passes.torch_private import aot_compile, inductor_compile, run_graph_as_is
+
+
+def remat(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with remat's partitioner between tracing and the inner compiler."""
+    parsed = Options.parse(options, mode)
+    partitioner = Partitioner(parsed)
+    if parsed.inner == "inductor":
+        return inductor_compile(gm, example_inputs, {**parsed.inductor, "custom_partitioner_fn": partitioner})
+    return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
+
+
+def _graph_compiler(inner: Inner) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    if callable(inner):
+        return inner
+    return run_graph_as_is

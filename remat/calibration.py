@@ -1,0 +1,150 @@
+"""How fast this machine is: measured in a fraction of a second, rounded, remembered on disk.
+
+A plan depends on the balance of arithmetic and bandwidth, not on their exact values. Constants are rounded to powers of two so that
+noise does not change plans from run to run, and kept in a file so that all processes of a machine use the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .passes.cost import FUSED_FRACTION, Machine, Roofline
+from .passes.op_call import OpCall, TensorSpec
+from .passes.torch_private import without_modes
+
+
+def machines() -> dict[str, Machine]:
+    """The constants of every device of this process."""
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        devices.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    return {device: _machine(device) for device in devices}
+
+
+@cache
+def _machine(device: str) -> Machine:
+    path = _cache_file(device)
+    remembered = _read(path)
+    if remembered is not None:
+        return remembered
+    machine = measure(device)
+    _write(path, machine)
+    return machine
+
+
+def measure(device: str) -> Machine:
+    """Time a matrix product and a copy that are too large for the caches."""
+    with without_modes(), torch.no_grad(), torch.random.fork_rng(enabled=False):
+        a = torch.full((1024, 1024), 0.5, device=device)
+        data = torch.full((2**24,), 0.5, device=device)
+        target = torch.empty_like(data)
+        product = _seconds(lambda: a @ a, device)
+        copy = _seconds(lambda: target.copy_(data), device)
+    return Machine(
+        flops_per_second=_power_of_two(2 * 1024**3 / product),
+        bytes_per_second=_power_of_two(2 * data.numel() * data.element_size() / copy),
+    )
+
+
+def _seconds(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """The best of a few runs."""
+    run()
+    times = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _power_of_two(value: float) -> float:
+    return float(2.0 ** round(math.log2(value)))
+
+
+# -------------------------------------------------------------------------------------------------- the file
+
+
+def _cache_file(device: str) -> Path:
+    name = (
+        platform.processor() or platform.machine()
+        if device == "cpu"
+        else torch.get_device_module(device).get_device_name()
+    )
+    about = f"{device} {name} {platform.node()} {os.cpu_count()} {torch.get_num_threads()} {torch.__version__}"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "remat"
+    return folder / f"machine-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
+
+
+def _read(path: Path) -> Machine | None:
+    try:
+        return Machine(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None  # not there, or not ours: measure again
+
+
+def _write(path: Path, machine: Machine) -> None:
+    """Replace the file in one step; a machine without a writable home measures once per process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(machine), file)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+# -------------------------------------------------------------------------------------------------- profiling
+
+
+@dataclass(frozen=True, slots=True)
+class Profile(Roofline):
+    """Time each distinct unfused call once; price what will be fused, or cannot run alone, as roofline does."""
+
+    def recompute_seconds(self, call: OpCall) -> float:
+        """The measured time of the call."""
+        measured = None if call.facts.kind in FUSED_FRACTION else measured_seconds(call)
+        return Roofline.recompute_seconds(self, call) if measured is None else measured
+
+
+@cache
+def measured_seconds(call: OpCall) -> float | None:
+    """Run a call on real tensors and time it; None if it does not run on made-up data."""
+    if call.facts.has_body or not call.facts.is_pure:
+        return None
+    with without_modes(), torch.no_grad():
+        try:
+            args = [_real(a) for a in call.args]
+            kwargs = {name: _real(value) for name, value in call.kwargs}
+            return _seconds(lambda: call.target(*args, **kwargs), call.device, repeats=3)
+        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+            return None
+
+
+def _real(arg: Any) -> Any:
+    """A tensor like the one described: ones, or zeros where values are indices."""
+    if isinstance(arg, TensorSpec):
+        tensor = torch.empty_strided(arg.shape, arg.stride, dtype=arg.dtype, device=arg.device)
+        return tensor.fill_(1) if arg.dtype.is_floating_point or arg.dtype.is_complex else tensor.zero_()
+    if isinstance(arg, tuple):
+        return [_real(a) for a in arg]
+    return arg

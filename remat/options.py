@@ -1,0 +1,144 @@
+"""The options of `torch.compile(backend="remat", options=...)`: parsed once into a frozen object, then passed down."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, get_origin
+
+import torch.fx as fx
+
+from .passes.errors import OptionError
+from .passes.op_call import OpCall
+from .passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
+
+Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+CostFunction = Callable[[OpCall], float]
+
+INNERS = ("inductor", "aot_eager")
+COST_MODELS = ("roofline", "flops", "profile")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What remat was asked to do."""
+
+    inner: Inner = "inductor"
+    """What compiles the two graphs."""
+    cost_model: str | CostFunction = "roofline"
+    """How recomputation is priced."""
+    dump: str | None = None
+    """A folder that gets every graph's plan."""
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Settings handed on to inductor."""
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """Check user input; whatever is wrong with it is an OptionError that says what is allowed."""
+        given = _checked_names(options)
+        inner = _inner(given.pop("inner", "inductor"))
+        own = Options.parse_own({name: given.pop(name) for name in PLAN_OPTIONS if name in given})
+        return replace(own, inner=inner, inductor={**_mode(mode, inner), **_inductor(given, inner)})
+
+    @staticmethod
+    def parse_own(options: Mapping[str, Any]) -> Options:
+        """Check the options that a partition function takes: all but what chooses and sets the inner compiler."""
+        given = _checked_names(options)
+        cost_model = _cost_model(given.pop("cost_model", "roofline"))
+        dump = _dump(given.pop("dump", None))
+        _memory_budget(given.pop("memory_budget", None))
+        for name in given:
+            raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
+        return Options(cost_model=cost_model, dump=dump)
+
+
+PLAN_OPTIONS = ("memory_budget", "cost_model", "dump")
+OWN_OPTIONS = ("inner", *PLAN_OPTIONS)
+
+
+def _checked_names(options: Any) -> dict[str, Any]:
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise OptionError(f"options={options!r}: expected a dictionary from option names to values")
+    return dict(options)
+
+
+def _inner(value: Any) -> Inner:
+    if value in INNERS if isinstance(value, str) else callable(value):
+        return value  # type: ignore[no-any-return]
+    raise OptionError(
+        f"inner={value!r}: expected {_listed(INNERS)}, or a callable backend that takes (graph_module, example_inputs)"
+    )
+
+
+def _cost_model(value: Any) -> str | CostFunction:
+    if value in COST_MODELS if isinstance(value, str) else callable(value):
+        return value  # type: ignore[no-any-return]
+    raise OptionError(
+        f"cost_model={value!r}: expected {_listed(COST_MODELS)}, or a callable that takes an OpCall and returns seconds"
+    )
+
+
+def _dump(value: Any) -> str | None:
+    if value is None:
+        return os.environ.get("REMAT_DUMP") or None
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)  # type: ignore[arg-type,return-value]
+    raise OptionError(f"dump={value!r}: expected None or the path of a folder")
+
+
+def _memory_budget(value: Any) -> None:
+    if value is not None:
+        raise OptionError(
+            f"memory_budget={value!r}: this version of remat plans for speed only (None); budgets on the peak are not implemented yet"
+        )
+
+
+def _mode(mode: Any, inner: Inner) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    modes = inductor_mode_options()
+    if mode not in modes:
+        raise OptionError(f"mode={mode!r}: expected {_listed(modes)}")
+    if inner != "inductor":
+        raise OptionError(f"mode={mode!r} is a setting of inductor, but inner={inner!r}; leave it out")
+    return dict(modes[mode])
+
+
+def _inductor(given: Mapping[str, Any], inner: Inner) -> dict[str, Any]:
+    """What is left over belongs to inductor, or is a mistake."""
+    if not given:
+        return {}
+    known = inductor_option_names()
+    settings = {}
+    for name, value in given.items():
+        setting = name.replace("-", "_")
+        if setting == "custom_partitioner_fn":
+            raise OptionError(
+                "option 'custom_partitioner_fn': remat is the partitioner; use backend='inductor' to set another one"
+            )
+        if setting not in known:
+            raise OptionError(_unknown(name, known))
+        if inner != "inductor":
+            raise OptionError(f"option {name!r} is a setting of inductor, but inner={inner!r}; leave it out")
+        expected = inductor_option_type(setting)
+        if get_origin(expected) is None and isinstance(expected, type) and not isinstance(value, expected):
+            raise OptionError(f"option {name!r} of inductor is a {expected.__name__}, got {value!r}")
+        settings[setting] = value
+    return settings
+
+
+def _unknown(name: str, inductor_names: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, [*OWN_OPTIONS, *sorted(inductor_names)], n=3)
+    hint = f" Did you mean {_listed(near)}?" if near else ""
+    return (
+        f"unknown option {name!r}: remat has {_listed(OWN_OPTIONS)}; anything else must be an option of inductor.{hint}"
+    )
+
+
+def _listed(names: Any) -> str:
+    quoted = [repr(n) for n in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
