@@ -9,6 +9,6 @@
     verify          plans and graphs checked against the rules, always
     partition       the pipeline above, on one screen
 
-Shared by all: op_facts (what is known of operators), errors, fingerprint (cache keys), torch_private (every private import).
-Nothing here knows decorators, `torch.compile` or global settings.
+Shared by all: op_facts (what is known of operators), errors, fingerprint (cache keys), torch_private (every
+private import). Nothing here knows decorators, `torch.compile` or global settings.
 """

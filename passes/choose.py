@@ -1,7 +1,7 @@
-"""From prices and constraints to a plan: put the values into a flow problem, cut it, write down what was decided and why.
+"""From prices and constraints to a plan: set up the flow problem, cut it, write down what was decided and why.
 
-A view costs nothing to make again and keeps its base's storage alive, so no minimum cut can gain from saving it instead of
-its base: views are joined to their bases before the cut.
+A view costs nothing to make again and keeps its base's storage alive, so no minimum cut can gain from saving it
+instead of its base: views are joined to their bases before the cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What it costs, in seconds, to recompute a value or to keep it.
 
-A cost model answers two questions: what does running this call once more, inside backward, add to the step, and what does
-keeping these bytes add? Answers are asked per distinct call and cached on it.
+A cost model answers two questions: what does running this call once more, inside backward, add to the step, and what
+does keeping these bytes add? It is asked once per distinct call.
 
 Roofline   the larger of flops over peak flops and bytes over bandwidth; ops that will be fused into their readers are
            charged for their arithmetic alone, since what they read is in registers anyway.
@@ -156,7 +156,7 @@ class Flops(Roofline):
 class Callback(Roofline):
     """A user's function for recomputation, bandwidth for keeping."""
 
-    function: Callable[[OpCall], float] = field(default=lambda call: 0.0)
+    function: Callable[[OpCall], float] = field(kw_only=True)
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Ask the user."""

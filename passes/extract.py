@@ -3,7 +3,7 @@
 AOTAutograd's calling convention:
 
     forward returns    user outputs | saved tensors | saved tensors without version check | opaque objects | numbers
-    backward receives  numbers | saved tensors (same order) | opaque objects | tangents | seeds and offsets | backward state
+    backward receives  numbers | saved tensors (same order) | opaque objects | tangents | seeds | backward state
 
 A saved value has the same name in both graphs.
 """
@@ -184,7 +184,7 @@ def _copied(forward: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    last = None
+    last: fx.Node | None = None
     for node in graph.nodes:
         if node.op != "placeholder":
             break
@@ -279,7 +279,7 @@ def _backward_inputs(
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    new = graph.placeholder(node.name)
+    new: fx.Node = graph.placeholder(node.name)
     new.meta = dict(node.meta)
     return new
 

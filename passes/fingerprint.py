@@ -13,7 +13,8 @@ from typing import Any
 def fingerprint(function: Callable[..., Any]) -> str:
     """Describe a callable by its code, constants, defaults and closed-over values.
 
-    What cannot be described (an object with hidden state) gets a random text: it never hits a cache, and so never a wrong entry.
+    What cannot be described (an object with hidden state) gets a random text: it never hits a cache, and so never a
+    wrong entry.
     """
     return hashlib.sha256("\n".join(_describe(function, ())).encode()).hexdigest()[:16]
 

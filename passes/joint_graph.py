@@ -2,8 +2,8 @@
 
 AOTAutograd hands over one FX graph that computes forward outputs and then gradients. Which half a node belongs to is
 not written on it reliably: nodes of a custom autograd.Function's backward carry no tag, and `t(activation)` inside a
-backward formula does not depend on a tangent. So roles are found by data flow first (does it depend on a tangent, do forward
-outputs depend on it) and by tags where data flow leaves a choice.
+backward formula does not depend on a tangent. So roles are found by data flow first (does it depend on a tangent, do
+forward outputs depend on it) and by tags where data flow leaves a choice.
 
 Equal computations are recognised here too (value numbering): autograd formulas repeat what forward has computed, and a
 planner that takes the copies for new values would neither save nor recompute them well.

@@ -5,10 +5,9 @@ Each value v has a price to save it and a price to recompute it. In the network
     source -- recompute price --> v.in -- save price --> v.out        u.out -- infinite --> v.in   for each input u of v
                                                          v.out -- infinite --> sink                if backward reads v
 
-a cut that puts `v.in` on the sink's side recomputes v and pays for it once, and one that separates `v.in` from `v.out` saves
-it. A minimum cut is therefore the cheapest way to give backward all it needs, chains of recomputation included. (Picard's
-maximum closure with one more edge per value: Picard 1976; the use for rematerialization follows torch's partitioner, which
-has infinite recompute edges only.)
+a cut that puts `v.in` on the sink's side recomputes v and pays for it once, and one that separates `v.in` from `v.out`
+saves it. A minimum cut is therefore the cheapest way to give backward all it needs, chains of recomputation included.
+(Picard's maximum closure, 1976, with one more edge per value.)
 
 Most of the network never reaches a solver. Three facts shrink it, all exact:
 
@@ -17,8 +16,8 @@ Most of the network never reaches a solver. Three facts shrink it, all exact:
 3. Where v is needed for certain and all its inputs are there, the cheaper of its two prices is right.
 
 What is left falls into components that share no edge; equal components (the layers of a model) are solved once.
-Prices are integers, and of all minimum cuts the one that recomputes most is taken: it is unique, so the answer depends on
-neither the solver nor the order in which it visits nodes.
+Prices are integers, and of all minimum cuts the one that recomputes most is taken: it is unique, so the answer depends
+on neither the solver nor the order in which it visits nodes.
 """
 
 from __future__ import annotations

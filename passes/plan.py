@@ -1,4 +1,4 @@
-"""The plan: what happens to every forward value that backward needs, why, and what it costs. Immutable, JSON both ways."""
+"""The plan: what happens to every forward value that backward needs, why, and what it costs. Immutable."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Replay of random numbers: a recomputed random op draws what it drew in forward.
 
-Forward runs the op through `run_and_save_rng_state`, which returns the generator's state beside the result; backward runs
-each copy through `run_with_rng_state`, which sets that state, draws, and puts the generator back. So recomputation neither
-sees nor moves the generator that the rest of the program draws from.
+Forward runs the op through `run_and_save_rng_state`, which returns the generator's state beside the result; backward
+runs each copy through `run_with_rng_state`, which sets that state, draws, and puts the generator back. So recomputation
+neither sees nor moves the generator that the rest of the program draws from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def save_state(
 ) -> tuple[fx.Node, fx.Node]:
     """Add the forward run of a random op to `graph`; return the nodes of its generator state and of its result."""
     state_value = _state_like(node)
-    both = graph.call_function(run_and_save_rng_state, (node.target, *args), kwargs)
+    op: Any = node.target
+    both = graph.call_function(run_and_save_rng_state, (op, *args), kwargs)
     both.meta = {**node.meta, "val": (state_value, node.meta.get("val"))}
     both.meta.pop("tensor_meta", None)
     state = graph.create_node("call_function", operator.getitem, (both, 0), name=f"{node.name}_rng_state")
@@ -34,7 +35,8 @@ def save_state(
 
 def replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """Add a backward run of a random op to `graph` that draws what forward drew."""
-    copy = graph.create_node("call_function", run_with_rng_state, (state, node.target, *args), kwargs, name=node.name)
+    op: Any = node.target
+    copy = graph.create_node("call_function", run_with_rng_state, (state, op, *args), kwargs, name=node.name)
     copy.meta = dict(node.meta)
     return copy
 

@@ -29,7 +29,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import (
@@ -74,7 +74,8 @@ __all__ = [
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Wrap `graph` in a module that generates its Python code only when it is first called."""
-    return _make_graph_module(root, graph)
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -106,7 +107,7 @@ def inductor_option_type(name: str) -> object:
     """The declared type of an inductor option."""
     from torch._inductor import config
 
-    return config.get_type(name)
+    return config.get_type(name)  # type: ignore[attr-defined] # the config module gets it at import
 
 
 def inductor_mode_options() -> dict[str, dict[str, Any]]:
@@ -122,7 +123,8 @@ def inductor_compile(
     """Compile a Dynamo graph with inductor under the given settings."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=config_patches)
+    compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
+    assert callable(compiled), "inductor returns files only when it compiles ahead of time"
     return compiled
 
 
@@ -154,4 +156,4 @@ def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[.
 
 def symbols_of(value: object) -> list[sympy.Symbol]:
     """The size symbols inside a tensor or a symbolic number, in order of their names."""
-    return sorted(free_symbols(value), key=lambda symbol: symbol.name)  # type: ignore[arg-type]
+    return sorted(free_symbols(value), key=lambda symbol: symbol.name)

@@ -1,12 +1,13 @@
 """Check plans and extracted graphs against the rules they were made under. Runs on every compile; linear in the graph.
 
-The planner and the extractor are the likeliest places for a mistake that shows only as a slightly wrong gradient, so neither is
-trusted: these checks share no code with them beyond the data they are given.
+The planner and the extractor are the likeliest places for a mistake that shows only as a slightly wrong gradient, so
+neither is trusted: these checks share no code with them beyond the data they are given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.fx as fx
 
@@ -85,9 +86,8 @@ def _runs_once(node: fx.Node) -> bool:
 def _check_signatures(
     graph: JointGraph, extracted: Extracted, forward: Sequence[fx.Node], backward: Sequence[fx.Node]
 ) -> None:
-    returned = forward[-1].args[0]
-    assert isinstance(returned, tuple)
-    handed = [n.name for n in returned[len(graph.forward_outputs) :]]
+    returned: Any = forward[-1].args[0]
+    handed: list[str] = [n.name for n in returned[len(graph.forward_outputs) :]]
     placeholders = [n.name for n in backward if n.op == "placeholder"]
     expected = len(handed) + len(backward_inputs(graph))
     if len(handed) != extracted.num_saved or len(placeholders) != expected:
@@ -99,7 +99,6 @@ def _check_signatures(
         raise VerificationError(f"forward and backward disagree on what is handed over: {', '.join(odd)}")
     if sum(n.op == "placeholder" for n in forward) != len(forward_inputs(graph)):
         raise VerificationError("forward has other inputs than the joint graph")
-    gradients = backward[-1].args[0]
-    assert isinstance(gradients, tuple)
+    gradients: Any = backward[-1].args[0]
     if len(gradients) != len(graph.backward_outputs):
         raise VerificationError(f"backward returns {len(gradients)} gradients instead of {len(graph.backward_outputs)}")

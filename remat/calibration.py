@@ -1,7 +1,7 @@
 """How fast this machine is: measured in a fraction of a second, rounded, remembered on disk.
 
-A plan depends on the balance of arithmetic and bandwidth, not on their exact values. Constants are rounded to powers of two so that
-noise does not change plans from run to run, and kept in a file so that all processes of a machine use the same ones.
+A plan depends on the balance of arithmetic and bandwidth, not on their exact values. Constants are rounded to powers of
+two so that noise does not change plans from run to run, and kept in a file so that all processes use the same ones.
 """
 
 from __future__ import annotations

@@ -86,14 +86,15 @@ def _dump(value: Any) -> str | None:
     if value is None:
         return os.environ.get("REMAT_DUMP") or None
     if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)  # type: ignore[arg-type,return-value]
+        return str(os.fspath(value))
     raise OptionError(f"dump={value!r}: expected None or the path of a folder")
 
 
 def _memory_budget(value: Any) -> None:
     if value is not None:
         raise OptionError(
-            f"memory_budget={value!r}: this version of remat plans for speed only (None); budgets on the peak are not implemented yet"
+            f"memory_budget={value!r}: this version plans for speed only; leave it out, or say None.\n"
+            "Budgets on the activation peak are not implemented yet."
         )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,13 @@ class Partitioner(CustomPartitionerFn):
         self._key = _cache_key(options, self.cost_model)
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],  # noqa: ARG002 (part of the protocol; shapes are on the graph)
+        **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
+        num_fwd_outputs = kwargs["num_fwd_outputs"]
         split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self._key)
         if self.options.dump is not None:
             dump(split.plan, Path(self.options.dump))
@@ -52,7 +56,8 @@ class Partitioner(CustomPartitionerFn):
 def partitioner(**options: Any) -> Partitioner:
     """Make a partition function for `aot_autograd(partition_fn=...)` or inductor's `custom_partitioner_fn`.
 
-    Takes remat's own options; what compiles the graphs is the caller's business, so `inner` and inductor's options are not accepted.
+    Takes remat's own options; what compiles the graphs is the caller's business, so `inner` and inductor's options
+    are not accepted.
     """
     return Partitioner(Options.parse_own(options))
 
@@ -61,7 +66,7 @@ def cost_model_of(options: Options) -> CostModel:
     """Build the cost model that the options ask for."""
     machines = calibration.machines()
     if callable(options.cost_model):
-        return Callback(machines, options.cost_model)
+        return Callback(machines, function=options.cost_model)
     models: Mapping[str, Callable[..., CostModel]] = {
         "roofline": Roofline,
         "flops": Flops,
