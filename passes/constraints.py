@@ -7,13 +7,23 @@ something illegal.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .joint_graph import POLICY_TAG, REGION_TAG, JointGraph, Role, output_descriptors, subgraphs_of, tensor_of
+from .joint_graph import (
+    POLICY_TAG,
+    REGION_TAG,
+    JointGraph,
+    Role,
+    output_descriptors,
+    subgraphs_of,
+    tensor_of,
+    whole_descriptor,
+)
 from .op_facts import facts_of
 from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
 
@@ -72,46 +82,44 @@ def find_constraints(graph: JointGraph) -> Constraints:
     """Find what may be done with each value on the forward side."""
     tainted = _aliases_of(graph, _mutated_inputs(graph))
     written = _written_in_place(graph) - tainted
-    return Constraints(
-        of=tuple(
-            _constraint(graph, i, tainted, written) if role in _FORWARD_SIDE else None
-            for i, role in enumerate(graph.roles)
-        ),
-        saved_by_copy=frozenset(tainted),
-    )
+    found: list[Constraint | None] = []
+    for i, role in enumerate(graph.roles):
+        found.append(_constraint(graph, i, tainted, written, found) if role in _FORWARD_SIDE else None)
+    return Constraints(of=tuple(found), saved_by_copy=frozenset(tainted))
 
 
 _FORWARD_SIDE = (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)
 
 
-def _constraint(graph: JointGraph, i: int, tainted: set[int], written: set[int]) -> Constraint:
-    node, op = graph.nodes[i], graph.facts[i]
+def _constraint(
+    graph: JointGraph, i: int, tainted: set[int], written: set[int], found: Sequence[Constraint | None]
+) -> Constraint:
+    node = graph.nodes[i]
     if node.op == "get_attr" or is_sym_node(node):
         return FREE
     if node.op == "placeholder":
         return Constraint(no_recompute=Reason.MUTATED_INPUT) if i in tainted else FREE
-    assert op is not None
-    return Constraint(
-        no_save=_why_not_save(graph, i),
-        no_recompute=_why_not_recompute(graph, i, written),
-    )
+    by_nature = Constraint(no_save=_cannot_save(graph, i), no_recompute=_cannot_recompute(graph, i, written, found))
+    return _under_policy(graph, i, by_nature, found)
 
 
-def _why_not_save(graph: JointGraph, i: int) -> Reason | None:
+def _cannot_save(graph: JointGraph, i: int) -> Reason | None:
     node, op = graph.nodes[i], graph.facts[i]
     if tensor_of(node) is None and not isinstance(node.meta.get("val"), FakeScriptObject):
         return Reason.NOT_A_TENSOR
     if op is not None and op.is_collective and any(_is_wait(user) for user in node.users):
         return Reason.PENDING_COLLECTIVE
-    if wants_recompute(node) and not _leaves_region(node):
-        return Reason.POLICY_RECOMPUTE
     return None
 
 
-def _why_not_recompute(graph: JointGraph, i: int, written: set[int]) -> Reason | None:
+def _cannot_recompute(
+    graph: JointGraph, i: int, written: set[int], found: Sequence[Constraint | None]
+) -> Reason | None:
     node, op = graph.nodes[i], graph.facts[i]
     assert op is not None
-    asked = wants_recompute(node)
+    if node.target is operator.getitem:
+        whole = found[graph.inputs[i][0]]
+        return None if whole is None else whole.no_recompute
     checks = (
         (op.draws_seed, Reason.HOLDS_SEED),
         (op.is_collective, Reason.COLLECTIVE),
@@ -120,14 +128,35 @@ def _why_not_recompute(graph: JointGraph, i: int, written: set[int]) -> Reason |
         (op.reads_data or "unbacked_bindings" in node.meta, Reason.DATA_DEPENDENT),
         (any(j in written for j in graph.inputs[i]), Reason.READS_WRITTEN),
         (op.is_random and _has_generator(node), Reason.EXPLICIT_GENERATOR),
-        (op.is_discrete and not asked, Reason.DISCRETE),
-        (_policy_of(node) is not None and not asked, Reason.POLICY_SAVE),
-        (asked and _leaves_region(node), Reason.REGION_OUTPUT),
+        (op.is_discrete and _policy_of(node) is not CheckpointPolicy.MUST_RECOMPUTE, Reason.DISCRETE),
     )
     return next((reason for holds, reason in checks if holds), None)
 
 
 # -------------------------------------------------------------------------------------------------- policies
+
+
+def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None]) -> Constraint:
+    """Add what the region's policy asks for. PREFER_RECOMPUTE yields where an op cannot be run again."""
+    node, policy = graph.nodes[i], _policy_of(graph.nodes[i])
+    if policy is None:
+        asked = graph.roles[i] is Role.EITHER and _reads_recomputed(graph, i, found)
+        return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE) if asked else by_nature
+    if policy is CheckpointPolicy.MUST_RECOMPUTE:
+        return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
+    if policy is not CheckpointPolicy.PREFER_RECOMPUTE:
+        return replace(by_nature, no_recompute=by_nature.no_recompute or Reason.POLICY_SAVE)
+    if by_nature.no_recompute is not None:
+        return by_nature
+    if _leaves_region(node):
+        return replace(by_nature, no_recompute=Reason.REGION_OUTPUT)
+    return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
+
+
+def _reads_recomputed(graph: JointGraph, i: int, found: Sequence[Constraint | None]) -> bool:
+    """True for a value of a backward formula whose inputs a policy recomputes: keeping it would undo the policy."""
+    inputs = [found[j] for j in graph.inputs[i]]
+    return any(c is not None and c.no_save is Reason.POLICY_RECOMPUTE for c in inputs)
 
 
 def _policy_of(node: fx.Node) -> CheckpointPolicy | None:
@@ -138,18 +167,14 @@ def _policy_of(node: fx.Node) -> CheckpointPolicy | None:
     return policy
 
 
-def wants_recompute(node: fx.Node) -> bool:
-    """True if the policy of the node's region asks for recomputation."""
-    return _policy_of(node) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
 def _leaves_region(node: fx.Node) -> bool:
     """True if a later checkpointed region starts from this value, which then belongs to the outside."""
     region = node.meta.get(REGION_TAG)
-    return any(
-        wants_recompute(user) and region is not None and (user.meta.get(REGION_TAG) or region) > region
-        for user in node.users
-    )
+    later = [user for user in node.users if _policy_of(user) in _RECOMPUTE]
+    return region is not None and any(user.meta.get(REGION_TAG, region) > region for user in later)
+
+
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 # -------------------------------------------------------------------------------------------------- effects
@@ -179,16 +204,12 @@ def _all_calls(body: fx.GraphModule) -> list[fx.Node]:
 
 def _mutated_inputs(graph: JointGraph) -> set[int]:
     """Inputs that hold other data once forward is done."""
-    by_descriptor = {
-        node.meta["desc"]: i
-        for i, node in enumerate(graph.nodes)
-        if node.op == "placeholder" and node.meta.get("desc") is not None
-    }
-    descriptors = output_descriptors(graph.module)[: len(graph.forward_outputs)]
+    outputs = [whole_descriptor(d) for d in output_descriptors(graph.module)[: len(graph.forward_outputs)]]
+    overwritten = {d.mutated_input for d in outputs if isinstance(d, InputMutationAOTOutput)}
     mutated = {
-        by_descriptor[d.mutated_input]
-        for d in descriptors
-        if isinstance(d, InputMutationAOTOutput) and d.mutated_input in by_descriptor
+        i
+        for i, node in enumerate(graph.nodes)
+        if node.op == "placeholder" and whole_descriptor(node.meta.get("desc")) in overwritten
     }
     for i in _in_place_ops(graph):
         mutated |= {j for j in _written_arguments(graph, i) if graph.roles[j] is Role.INPUT}

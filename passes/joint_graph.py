@@ -22,6 +22,8 @@ import torch.fx as fx
 
 from .op_facts import OpFacts, facts_of
 from .torch_private import (
+    AOTInput,
+    AOTOutput,
     BackwardState,
     OpOverload,
     PhiloxBackwardBaseOffsetAOTInput,
@@ -129,11 +131,17 @@ def is_tagged_backward(node: fx.Node) -> bool:
 
 
 def _is_given(node: fx.Node, kinds: tuple[type, ...], names: tuple[str, ...]) -> bool:
-    """Recognise a placeholder by AOTAutograd's descriptor, or by its name where there is none."""
-    descriptor = node.meta.get("desc")
-    if descriptor is not None:
-        return isinstance(descriptor, kinds)
+    """Recognise a placeholder by AOTAutograd's descriptor, or by its name where there is none (subgraphs have none)."""
+    if isinstance(whole_descriptor(node.meta.get("desc")), kinds):
+        return True
     return any(name in str(node.target) for name in names)
+
+
+def whole_descriptor(descriptor: Any) -> Any:
+    """The descriptor of a tensor subclass, given that of one of the plain tensors it consists of."""
+    while isinstance(descriptor, (AOTInput, AOTOutput)) and hasattr(descriptor, "base"):
+        descriptor = descriptor.base
+    return descriptor
 
 
 def is_tangent(node: fx.Node) -> bool:

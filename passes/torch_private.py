@@ -91,9 +91,12 @@ def symbol_hint(value: torch.SymInt) -> int | None:
 
 
 def opaque_targets() -> Iterator[object]:
-    """The higher-order operators whose bodies mutate or have effects by construction."""
+    """The higher-order operators that wrap something with effects: a token, a kernel or an op that writes."""
     yield torch.ops.higher_order.with_effects
     yield torch.ops.higher_order.triton_kernel_wrapper_mutation
+    yield torch.ops.higher_order.triton_kernel_wrapper_functional
+    yield torch.ops.higher_order.auto_functionalized
+    yield torch.ops.higher_order.auto_functionalized_v2
 
 
 def inductor_option_names() -> frozenset[str]:
