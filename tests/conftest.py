@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Keep pytest from recording torch's trace: once a handler is there, torch writes out every compilation at length."""
+    """Keep pytest from recording torch's trace: with a handler there, torch writes out every compilation at length."""
     trace = logging.getLogger("torch.__trace")
     for handler in [h for h in trace.handlers if type(h).__module__.startswith("_pytest")]:
         trace.removeHandler(handler)

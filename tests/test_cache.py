@@ -1,0 +1,140 @@
+"""Compile caches with remat: hit when nothing changed, miss when anything that decides a plan did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+
+torch.set_num_threads(1)
+RATE = 1e-9
+
+
+def by_rate(call):
+    return sum([RATE * spec.num_bytes for spec in call.outputs])
+
+
+def defined_as(text):
+    scope = {"__name__": "prices"}
+    exec(f"def price(call): return {text}", scope)
+    return scope["price"]
+
+
+def program(x, w):
+    return (x @ w).sin().exp() * x
+
+
+def train(name, **options):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    torch.compile(program, backend="remat", options=options)(x, w).sum().backward()
+    ours = [x.grad, w.grad]
+    x.grad = w.grad = None
+    program(x, w).sum().backward()
+    torch.testing.assert_close(ours, [x.grad, w.grad])
+    seen = counters["aot_autograd"]
+    print(json.dumps([name, seen["autograd_cache_hit"], seen["autograd_cache_miss"], seen["autograd_cache_bypass"]]))
+
+
+def pretend_version(version):
+    import remat
+    sys.modules["remat.partitioner"].__version__ = version
+
+
+train("default options")
+train("callable", cost_model=by_rate)
+if sys.argv[1] == "second":
+    train("another named cost model", cost_model="flops")
+    train("that one again", cost_model="flops")
+    train("an option of inductor", epilogue_fusion=False)
+    RATE = 2e-9
+    train("another constant of a callable", cost_model=by_rate)
+    train("a function", cost_model=defined_as("0.0"))
+    train("the same function made again", cost_model=defined_as("0.0"))
+    train("another source under the same name", cost_model=defined_as("1e6"))
+    train("a dump", dump=sys.argv[2])
+    train("a dump again", dump=sys.argv[2])
+    pretend_version("99.0")
+    train("another version of remat")
+"""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What AOTAutograd's cache answered for one compilation."""
+
+    num_hits: int
+    num_misses: int
+    num_bypasses: int
+
+
+HIT, MISS = Lookup(1, 0, 0), Lookup(0, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def lookups(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Lookup]]:
+    """Run the script in two processes that share a cache folder; each step checks its gradients by itself."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    # Other hash seeds: a key that follows the order of a set would differ.
+    return {
+        name: _run(folder, name, {**environment, "PYTHONHASHSEED": str(seed)})
+        for seed, name in enumerate(("first", "second"))
+    }
+
+
+def _run(folder: Path, name: str, environment: Mapping[str, str]) -> Mapping[str, Lookup]:
+    command = [sys.executable, str(folder / "train.py"), name, str(folder / "dumps")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name: Lookup(*counts) for name, *counts in rows}
+
+
+@pytest.mark.parametrize("what", ["default options", "callable"])
+def test_first_process_fills_the_cache(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
+    assert lookups["first"][what] == MISS
+
+
+@pytest.mark.parametrize("what", ["default options", "callable", "that one again", "the same function made again"])
+def test_same_code_and_options_hit(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
+    assert lookups["second"][what] == HIT
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "another named cost model",
+        "an option of inductor",
+        "another constant of a callable",
+        "a function",
+        "another source under the same name",
+        "another version of remat",
+    ],
+)
+def test_change_misses(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
+    assert lookups["second"][what] == MISS
+
+
+@pytest.mark.parametrize("what", ["a dump", "a dump again"])
+def test_dump_is_written_every_time(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
+    assert lookups["second"][what].num_hits == 0
