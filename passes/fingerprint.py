@@ -36,10 +36,9 @@ def _describe(value: Any, above: tuple[int, ...]) -> list[str]:
     if value is None or isinstance(value, (str, bytes, int, float, complex, bool)):
         return [f"{type(value).__name__} {value!r}"]
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    if isinstance(value, type) or (
-        name and getattr(value, "__module__", "").split(".")[0] in ("builtins", "math", "torch")
-    ):
-        return [f"{getattr(value, '__module__', '')}.{name}"]
+    # Classes and functions of these packages change only with their versions, which are in every key.
+    if name and getattr(value, "__module__", "").split(".")[0] in ("builtins", "math", "torch", "remat"):
+        return [f"{value.__module__}.{name}"]
     return [_unknown(value)]
 
 
@@ -49,7 +48,7 @@ def _describe_function(function: FunctionType, above: tuple[int, ...]) -> list[s
         return [name]
     above = (*above, id(function))
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    used = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
+    used = {n: function.__globals__[n] for n in _names_in(function.__code__) if n in function.__globals__}
     return [
         name,
         *_describe(function.__code__, above),
@@ -57,6 +56,12 @@ def _describe_function(function: FunctionType, above: tuple[int, ...]) -> list[s
         *_describe(cells, above),
         *(line for name, value in sorted(used.items()) for line in [name, *_describe_global(value, above)]),
     ]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function reads, those of its inner functions and comprehensions included."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for part in inner for name in _names_in(part))}
 
 
 def _describe_global(value: Any, above: tuple[int, ...]) -> list[str]:

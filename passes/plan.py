@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
@@ -140,11 +139,5 @@ def module_path(nn_module_stack: dict[str, Any] | None) -> str:
     if not nn_module_stack:
         return ""
     path, *_ = list(nn_module_stack.values())[-1]
-    names = re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]|\.([A-Za-z_]\w*)", str(path))
-    parts = [indexed or plain for indexed, plain in names if (indexed or plain) not in ("_modules", "_parameters")]
-    return ".".join(_without_self(parts))
-
-
-def _without_self(parts: Iterable[str]) -> list[str]:
-    """Drop Dynamo's name for the root (`L['self']`)."""
-    return [part for part in parts if part != "self"]
+    # Dynamo writes `L['self'].layers.3.mlp` for what it reaches from a local, `G['model'].mlp` from a global.
+    return re.sub(r"^L\['\w+'\]\.?|^G\['(\w+)'\]", r"\1", str(path))

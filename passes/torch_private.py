@@ -157,6 +157,13 @@ def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[.
     return boxed_nop(gm, example_inputs)
 
 
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function take its arguments as one list that it empties."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return make_boxed_func(function)
+
+
 def symbols_of(value: object) -> list[sympy.Symbol]:
     """The size symbols inside a tensor or a symbolic number, in order of their names."""
     return sorted(free_symbols(value), key=lambda symbol: symbol.name)

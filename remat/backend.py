@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from .options import Inner, Options
 from .partitioner import Partitioner
-from .passes.torch_private import aot_compile, inductor_compile, run_graph_as_is
+from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
 
 def remat(
@@ -28,6 +28,13 @@ def remat(
 
 
 def _graph_compiler(inner: Inner) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    if callable(inner):
-        return inner
-    return run_graph_as_is
+    """The inner compiler, with what it returns made to take its inputs as a list, so that they can be freed early."""
+    if not callable(inner):
+        return run_graph_as_is
+    compile_graph = inner
+
+    def compile_boxed(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        compiled = compile_graph(gm, example_inputs)
+        return compiled if getattr(compiled, "_boxed_call", False) else boxed(compiled)
+
+    return compile_boxed

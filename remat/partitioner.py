@@ -29,7 +29,9 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, options: Options) -> None:
         self.options = options
         self.cost_model = cost_model_of(options)
-        self._key = _cache_key(options, self.cost_model)
+        self.plan_key = _plan_key(self.cost_model)
+        # A dump must be written each time, so what asks for one never hits a cache.
+        self._cache_key = self.plan_key if options.dump is None else f"{self.plan_key}-{uuid.uuid4().hex}"
 
     def __call__(
         self,
@@ -39,18 +41,18 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
         num_fwd_outputs = kwargs["num_fwd_outputs"]
-        split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self._key)
+        split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self.plan_key)
         if self.options.dump is not None:
             dump(split.plan, Path(self.options.dump))
         return split.forward, split.backward
 
     def uuid(self) -> str:
         """What compile caches use beside the graph: the same text means the same plan."""
-        return self._key
+        return self._cache_key
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
         # Compile caches pickle the object into their key; only the key's text may count.
-        return (str, (self._key,))
+        return (str, (self._cache_key,))
 
 
 def partitioner(**options: Any) -> Partitioner:
@@ -75,10 +77,9 @@ def cost_model_of(options: Options) -> CostModel:
     return models[options.cost_model](machines)
 
 
-def _cache_key(options: Options, cost_model: CostModel) -> str:
-    """Everything a plan depends on beside its graph. A dump must be written each time, so it never hits a cache."""
-    nonce = uuid.uuid4().hex if options.dump is not None else ""
-    text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {nonce}"
+def _plan_key(cost_model: CostModel) -> str:
+    """Everything a plan depends on beside its graph."""
+    text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
@@ -87,11 +88,10 @@ def source_digest() -> str:
     """A digest of remat's own code, so that a changed installation never hits an old entry."""
     from . import passes
 
-    folders = [Path(__file__).parent, *(Path(p) for p in passes.__path__)]
-    files = sorted({file.resolve() for folder in folders for file in folder.rglob("*.py")}, key=lambda f: f.name)
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for folder in (Path(__file__).parent, *(Path(p) for p in passes.__path__)):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

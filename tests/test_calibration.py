@@ -1,0 +1,57 @@
+"""Machine constants: measured once, rounded, remembered, and never a reason to fail."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from remat.passes.cost import Machine
+
+from remat import calibration
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calibration._machine.cache_clear()
+    yield
+    calibration._machine.cache_clear()
+
+
+def test_constants_are_powers_of_two() -> None:
+    machine = calibration.measure("cpu")
+    for value in (machine.flops_per_second, machine.bytes_per_second):
+        assert math.log2(value) == round(math.log2(value))
+
+
+def test_second_process_reads_what_the_first_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = calibration.machines()
+    calibration._machine.cache_clear()
+    monkeypatch.setattr(calibration, "measure", lambda device: pytest.fail("measured again"))
+    assert calibration.machines() == first
+
+
+def test_damaged_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda device: Machine(8.0, 4.0))
+    calibration.machines()
+    (file,) = (tmp_path / "remat").glob("machine-*.json")
+    file.write_text("{")
+    calibration._machine.cache_clear()
+    assert calibration.machines()["cpu"] == Machine(8.0, 4.0)
+    assert file.read_text() != "{"
+
+
+def test_unwritable_home_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(calibration, "measure", lambda device: Machine(8.0, 4.0))
+    assert calibration.machines()["cpu"] == Machine(8.0, 4.0)
+
+
+def test_measuring_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    calibration.measure("cpu")
+    assert torch.equal(before, torch.get_rng_state())

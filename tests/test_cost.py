@@ -1,0 +1,117 @@
+"""Prices: what they depend on, how often a model is asked, and what a bad model is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from joints import capture, named
+from remat.passes.cost import Callback, Flops, Machine, Roofline, flops_of, price, ticks
+from remat.passes.errors import OptionError
+from remat.passes.op_call import OpCall, call_of
+
+from remat.calibration import Profile
+
+MACHINE = {"cpu": Machine(flops_per_second=1e9, bytes_per_second=1e9)}
+
+
+def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ w)
+    return x.sum()
+
+
+@pytest.fixture
+def graph():
+    return capture(layers, torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)).classify()
+
+
+def test_model_is_asked_once_per_distinct_call(graph) -> None:
+    asked: list[OpCall] = []
+
+    def count(call: OpCall) -> float:
+        asked.append(call)
+        return 1.0
+
+    price(graph, Callback(MACHINE, function=count))
+    assert len(asked) == len(set(asked))
+    assert sum(call.target is torch.ops.aten.mm.default for call in asked) == 1
+
+
+def test_call_depends_on_shapes_types_and_strides() -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return (x.exp().sum() + x.t().exp().sum()) + x.double().exp().sum().float()
+
+    graph = capture(both, torch.randn(4, 6, requires_grad=True)).classify()
+    calls = {call_of(node) for node in graph.nodes if str(node.target) == "aten.exp.default"}
+    assert len(calls) == 3
+
+
+def test_matrix_product_is_priced_by_its_flops(graph) -> None:
+    call = call_of(graph.nodes[named(graph, "mm")])
+    assert flops_of(call) == 2 * 8 * 16 * 16
+    slow = {"cpu": Machine(flops_per_second=1.0, bytes_per_second=1e30)}
+    assert Roofline(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
+    assert Flops(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
+
+
+def test_half_precision_counts_double() -> None:
+    machine = Machine(flops_per_second=100.0, bytes_per_second=1.0)
+    assert machine.compute_seconds(100, torch.float32) == 1.0
+    assert machine.compute_seconds(100, torch.bfloat16) == 0.5
+    assert machine.compute_seconds(100, torch.float64) == 2.0
+
+
+def test_fused_op_is_cheaper_to_repeat_than_to_keep(graph) -> None:
+    model = Roofline(MACHINE)
+    call = call_of(graph.nodes[named(graph, "tanh")])
+    assert 0 < model.recompute_seconds(call) < model.save_seconds(call.output_bytes, "cpu")
+
+
+def test_flops_model_takes_everything_else_for_free(graph) -> None:
+    assert Flops(MACHINE).recompute_seconds(call_of(graph.nodes[named(graph, "tanh")])) == 0.0
+
+
+def test_profile_measures_what_is_not_fused(graph) -> None:
+    model = Profile({"cpu": Machine(flops_per_second=1e-9, bytes_per_second=1e-9)})
+    measured = model.recompute_seconds(call_of(graph.nodes[named(graph, "mm")]))
+    assert 0 < measured < 1.0, "the constants would have given years"
+
+
+def test_profile_leaves_the_generator_alone(graph) -> None:
+    before = torch.get_rng_state()
+    price(graph, Profile(MACHINE))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_saving_is_never_free() -> None:
+    graph = capture(lambda x: x.exp().sum(), torch.randn((), requires_grad=True)).classify()
+    costs = price(graph, Roofline({"cpu": Machine(flops_per_second=1e18, bytes_per_second=1e18)}))
+    assert costs.save_ticks[named(graph, "exp")] == 1
+
+
+def test_value_that_only_backward_needs_adds_nothing_there() -> None:
+    graph = capture(lambda x: x.sin().sum(), torch.randn(5, requires_grad=True)).classify()
+    costs = price(graph, Callback(MACHINE, function=lambda call: 7.0))
+    assert costs.recompute_ticks[named(graph, "cos")] == 0
+    assert costs.recompute_ticks[named(graph, "sin")] == ticks(7.0)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_impossible_price_is_refused(seconds: float) -> None:
+    with pytest.raises(OptionError, match=r"returned .* seconds; a price is a finite number, zero or more"):
+        ticks(seconds)
+
+
+@pytest.mark.parametrize("answer", ["fast", None, True])
+def test_answer_that_is_no_number_is_refused(graph, answer: object) -> None:
+    with pytest.raises(OptionError, match=r"it must return seconds as a number"):
+        price(graph, Callback(MACHINE, function=lambda call: answer))
+
+
+def test_models_have_different_keys() -> None:
+    keys = {model(MACHINE).cache_key() for model in (Roofline, Flops, Profile)}
+    assert len(keys) == 3
+
+
+def test_machine_constants_are_in_the_key() -> None:
+    assert Roofline(MACHINE).cache_key() != Roofline({"cpu": Machine(2e9, 1e9)}).cache_key()
