@@ -1,10 +1,14 @@
 """remat: decide what a training step keeps, recomputes or moves off the device, and see why."""
 
-from .partitioner import partitioner
+from typing import TYPE_CHECKING, Any
+
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
 from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .partition_fn import partitioner
 
 __all__ = [
     "Action",
@@ -18,3 +22,12 @@ __all__ = [
     "__version__",
     "partitioner",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs the compilers when it is first used: they take longer to import than torch itself."""
+    if name == "partitioner":
+        from .partition_fn import partitioner
+
+        return partitioner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from .options import Inner, Options
-from .partitioner import Partitioner
+from .partition_fn import Partitioner
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
 
