@@ -279,9 +279,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
             yield leaf.untyped_storage()
 
 
-def _record_by_dispatch(
-    forward: Callable[[], torch.Tensor], parameters: list[torch.nn.Parameter]
-) -> MemoryLog:
+def _record_by_dispatch(forward: Callable[[], torch.Tensor], parameters: list[torch.nn.Parameter]) -> MemoryLog:
     book = _StorageBook()
     with _DispatchCounter(book):
         loss = forward()
@@ -298,7 +296,7 @@ def _record_by_dispatch(
         if number == 0:
             raise RuntimeError(
                 f"The gradient of a parameter of shape {tuple(parameter.shape)} was allocated out of the "
-                'dispatcher\'s sight, as inductor\'s kernels do. Measure this step with counter="allocator".'
+                "dispatcher's sight, as inductor's kernels do. Measure this step with counter=\"allocator\"."
             )
         gradient_bytes[number] = by_address[storage.data_ptr()]
     return MemoryLog(tuple(book.events), backward_start, gradient_bytes)
@@ -307,9 +305,7 @@ def _record_by_dispatch(
 # --- counting by the allocator's record -----------------------------------------------------------------------------
 
 
-def _record_by_allocator(
-    forward: Callable[[], torch.Tensor], parameters: list[torch.nn.Parameter]
-) -> MemoryLog:
+def _record_by_allocator(forward: Callable[[], torch.Tensor], parameters: list[torch.nn.Parameter]) -> MemoryLog:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         loss = forward()
         with record_function(BACKWARD_MARK):
@@ -345,9 +341,7 @@ def _log_from_tree(tree: Iterable[Any], gradient_bytes_by_address: Mapping[int, 
             "Check that no other torch.profiler session is active around this measurement."
         )
     gradient_bytes = {
-        live[address].storage: num_bytes
-        for address, num_bytes in gradient_bytes_by_address.items()
-        if address in live
+        live[address].storage: num_bytes for address, num_bytes in gradient_bytes_by_address.items() if address in live
     }
     return MemoryLog(tuple(events), backward_start, gradient_bytes)
 

@@ -258,9 +258,7 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.skip: nn.Module = nn.Identity()
         if stride != 1 or num_in != num_out:
-            self.skip = nn.Sequential(
-                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), nn.BatchNorm2d(num_out)
-            )
+            self.skip = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), nn.BatchNorm2d(num_out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the block's correction to its input."""
@@ -313,9 +311,7 @@ class LSTMCell(nn.Module):
         self.from_input = nn.Linear(num_in, 4 * width)
         self.from_state = nn.Linear(width, 4 * width, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Advance the state by one input."""
         forget, keep, new, out = (self.from_input(x) + self.from_state(hidden)).chunk(4, dim=-1)
         cell = torch.sigmoid(forget) * cell + torch.sigmoid(keep) * torch.tanh(new)

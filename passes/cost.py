@@ -28,14 +28,15 @@ from .torch_private import without_modes
 TICKS_PER_SECOND = 10**9
 """Prices are whole numbers, so that equal graphs give equal plans: one tick is a nanosecond."""
 
-FUSED_FRACTION: Mapping[Kind, float] = {
-    Kind.FREE: 0.0,
-    Kind.POINTWISE: 0.05,
-    Kind.TRANSCENDENTAL: 0.2,
-    Kind.GATHER: 0.5,
-    Kind.RANDOM: 1.0,
-}
-"""What a fused op adds to a loop, as a part of the time to write its own result."""
+FUSED_KINDS = frozenset([Kind.FREE, Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.GATHER, Kind.RANDOM])
+"""Ops that become part of their readers' loops: they read and write registers."""
+
+POINTWISE_FRACTION = 0.05
+"""What a fused addition or product adds to a loop, as a part of the time to write its result: on CPUs and GPUs a loop
+that is bound by memory has some twenty arithmetic operations per element to spare."""
+
+GATHER_FRACTION = 1.0
+"""The same for an indirect read, which no register saves: it costs a read of its result's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,20 @@ class Machine:
     """Of single-precision matrix products; half precision counts double, double precision half."""
     bytes_per_second: float
     """Of a large copy, read and write added."""
+    transcendentals_per_second: float
+    """Elements of an exponential whose input and output stay in the cache."""
+    randoms_per_second: float
+    """Uniform random numbers drawn."""
 
     def compute_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Time for a matrix product of a type."""
         return flops * dtype.itemsize / 4 / self.flops_per_second
 
 
-DEFAULT_MACHINE = Machine(flops_per_second=2.0**37, bytes_per_second=2.0**34)
-"""For devices that cannot be measured (`meta`): 137 GFLOP/s and 17 GB/s, the balance of a desktop CPU."""
+DEFAULT_MACHINE = Machine(
+    flops_per_second=2.0**43, bytes_per_second=2.0**40, transcendentals_per_second=2.0**40, randoms_per_second=2.0**39
+)
+"""For devices that cannot be measured (`meta`): the balance of a data-centre GPU in single precision, rounded."""
 
 
 class CostModel(Protocol):
@@ -128,9 +135,9 @@ class Roofline:
     def recompute_seconds(self, call: OpCall) -> float:
         """What one more run of the call inside backward adds to the step."""
         machine = self.machine(call.device)
-        fraction = FUSED_FRACTION.get(call.facts.kind)
-        if fraction is not None:
-            return fraction * call.output_bytes / machine.bytes_per_second
+        kind = call.facts.kind
+        if kind in FUSED_KINDS:
+            return _fused_seconds(call, kind, machine)
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
         return max(_compute_seconds(call, machine), memory)
 
@@ -170,6 +177,23 @@ class Callback(Roofline):
     def cache_key(self) -> str:
         """The function's code and constants."""
         return f"Callback {fingerprint(self.function)} {sorted(self.machines.items())}"
+
+
+def _fused_seconds(call: OpCall, kind: Kind, machine: Machine) -> float:
+    """What an op adds to the loop that it is fused into."""
+    write = call.output_bytes / machine.bytes_per_second
+    num_elements = sum(spec.numel for spec in call.outputs)
+    match kind:
+        case Kind.POINTWISE:
+            return POINTWISE_FRACTION * write
+        case Kind.GATHER:
+            return GATHER_FRACTION * write
+        case Kind.TRANSCENDENTAL:
+            return num_elements / machine.transcendentals_per_second
+        case Kind.RANDOM:
+            return num_elements / machine.randoms_per_second
+        case _:
+            return 0.0
 
 
 def _compute_seconds(call: OpCall, machine: Machine) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def _add_output(forward: fx.Graph, graph: JointGraph, env: dict[int, fx.Node], h
 # -------------------------------------------------------------------------------------------------- hand-over
 
 
-class _Kind:
-    """The groups of AOTAutograd's calling convention."""
+class _Kind(IntEnum):
+    """The groups of AOTAutograd's calling convention, in the order in which forward returns them."""
 
     CHECKED = 0
     UNCHECKED = 1
@@ -148,7 +149,7 @@ class _Handed:
 
     node: fx.Node
     """In the forward graph."""
-    kind: int
+    kind: _Kind
     position: int | None
     """The joint node it stands for in backward; None for a generator state."""
     state_of: int | None = None
@@ -179,6 +180,7 @@ def _copied(forward: fx.Graph, node: fx.Node) -> fx.Node:
     with forward.inserting_after(_last_placeholder(forward) if node.op == "placeholder" else node):
         copy = forward.create_node("call_function", torch.ops.aten.clone.default, (node,), name=f"{node.name}_before")
     copy.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "tensor_meta")}
+    copy.meta["val"] = node.meta["val"].clone()
     copy.meta[PARTITIONER_TAG] = "is_forward"
     return copy
 
@@ -193,7 +195,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return last
 
 
-def _kind_of(node: fx.Node) -> int:
+def _kind_of(node: fx.Node) -> _Kind:
     if is_sym_node(node) or isinstance(node.meta.get("val"), (int, float)):
         return _Kind.NUMBER
     if isinstance(node.meta.get("val"), FakeScriptObject):

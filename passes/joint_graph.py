@@ -242,7 +242,7 @@ def _number_values(
 def _is_mergeable(node: fx.Node, op: OpFacts) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and op.is_pure
+    return isinstance(node.target, OpOverload) and op.is_pure and not op.is_uninitialized
 
 
 def _escaping(outputs: Sequence[fx.Node]) -> set[fx.Node]:

@@ -51,6 +51,8 @@ class OpFacts:
     """Chooses among elements (top-k, argmax, sort): a last-bit difference gives another result."""
     reads_data: bool = False
     """Turns tensor data into a Python number or a shape."""
+    is_uninitialized: bool = False
+    """Returns memory with nothing in it yet: two results are two buffers, however alike the calls."""
     has_body: bool = False
     """A higher-order operator: its arguments include graphs, whose facts count too."""
 
@@ -271,6 +273,9 @@ _UNTAGGED_POINTWISE = frozenset(
         "prims::fma",
     ]
 )
+_UNINITIALIZED = frozenset(
+    ["aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"]
+)
 _DISCRETE = frozenset(
     [
         "aten::topk",
@@ -366,6 +371,7 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_effectful=op.namespace in _EFFECTFUL_NAMESPACES,
         is_mutating=op._schema.is_mutable,
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,
+        is_uninitialized=name in _UNINITIALIZED,
         reads_data=name in _READS_DATA or torch.Tag.data_dependent_output in op.tags,
     )
 

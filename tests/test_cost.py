@@ -11,7 +11,13 @@ from remat.passes.op_call import OpCall, call_of
 
 from remat.calibration import Profile
 
-MACHINE = {"cpu": Machine(flops_per_second=1e9, bytes_per_second=1e9)}
+
+
+def machine(flops: float = 1e9, num_bytes: float = 1e9, others: float = 1e9) -> dict[str, Machine]:
+    return {"cpu": Machine(flops, num_bytes, transcendentals_per_second=others, randoms_per_second=others)}
+
+
+MACHINE = machine()
 
 
 def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -49,16 +55,16 @@ def test_call_depends_on_shapes_types_and_strides() -> None:
 def test_matrix_product_is_priced_by_its_flops(graph) -> None:
     call = call_of(graph.nodes[named(graph, "mm")])
     assert flops_of(call) == 2 * 8 * 16 * 16
-    slow = {"cpu": Machine(flops_per_second=1.0, bytes_per_second=1e30)}
+    slow = machine(flops=1.0, num_bytes=1e30)
     assert Roofline(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
     assert Flops(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
 
 
 def test_half_precision_counts_double() -> None:
-    machine = Machine(flops_per_second=100.0, bytes_per_second=1.0)
-    assert machine.compute_seconds(100, torch.float32) == 1.0
-    assert machine.compute_seconds(100, torch.bfloat16) == 0.5
-    assert machine.compute_seconds(100, torch.float64) == 2.0
+    device = machine(flops=100.0)["cpu"]
+    assert device.compute_seconds(100, torch.float32) == 1.0
+    assert device.compute_seconds(100, torch.bfloat16) == 0.5
+    assert device.compute_seconds(100, torch.float64) == 2.0
 
 
 def test_fused_op_is_cheaper_to_repeat_than_to_keep(graph) -> None:
@@ -67,12 +73,19 @@ def test_fused_op_is_cheaper_to_repeat_than_to_keep(graph) -> None:
     assert 0 < model.recompute_seconds(call) < model.save_seconds(call.output_bytes, "cpu")
 
 
+def test_random_and_transcendental_ops_are_priced_by_their_own_rates() -> None:
+    graph = capture(lambda x: (torch.rand_like(x) * x.exp()).sum(), torch.randn(10, requires_grad=True)).classify()
+    model = Roofline(machine(others=5.0))
+    for op in ("rand_like", "exp"):
+        assert model.recompute_seconds(call_of(graph.nodes[named(graph, op)])) == 2.0
+
+
 def test_flops_model_takes_everything_else_for_free(graph) -> None:
     assert Flops(MACHINE).recompute_seconds(call_of(graph.nodes[named(graph, "tanh")])) == 0.0
 
 
 def test_profile_measures_what_is_not_fused(graph) -> None:
-    model = Profile({"cpu": Machine(flops_per_second=1e-9, bytes_per_second=1e-9)})
+    model = Profile(machine(1e-9, 1e-9))
     measured = model.recompute_seconds(call_of(graph.nodes[named(graph, "mm")]))
     assert 0 < measured < 1.0, "the constants would have given years"
 
@@ -85,7 +98,7 @@ def test_profile_leaves_the_generator_alone(graph) -> None:
 
 def test_saving_is_never_free() -> None:
     graph = capture(lambda x: x.exp().sum(), torch.randn((), requires_grad=True)).classify()
-    costs = price(graph, Roofline({"cpu": Machine(flops_per_second=1e18, bytes_per_second=1e18)}))
+    costs = price(graph, Roofline(machine(1e18, 1e18)))
     assert costs.save_ticks[named(graph, "exp")] == 1
 
 
@@ -114,4 +127,4 @@ def test_models_have_different_keys() -> None:
 
 
 def test_machine_constants_are_in_the_key() -> None:
-    assert Roofline(MACHINE).cache_key() != Roofline({"cpu": Machine(2e9, 1e9)}).cache_key()
+    assert Roofline(MACHINE).cache_key() != Roofline(machine(2e9)).cache_key()

@@ -23,8 +23,12 @@ every_model_by_cost_of_inductor = pytest.mark.parametrize(
 every_cost_model = pytest.mark.parametrize("cost_model", ["roofline", recompute_is_free])
 
 
-# Dynamo says so of a check of the torch version inside transformers, which is as constant as its cache assumes.
-pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+pytestmark = [
+    # Dynamo says so of a check of the torch version inside transformers, which is as constant as its cache assumes.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    # Dynamo looks at `.grad` of the tensors it passes from one graph to the next.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 @dataclass(frozen=True)
