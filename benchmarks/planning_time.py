@@ -8,8 +8,9 @@ nothing is lowered or run, so small widths do: planning depends on the number of
 partitioners split copies of the same graph, in turns, each repetition with a fresh partitioner object. Times are
 processor times: planning is a single thread's work, and other processes on the machine are not its business.
 
-A last line is remat alone on a synthetic joint graph (see synthetic.py), with the memory that planning adds: the larger of what the
-process grows by while it plans, and of what Python allocates in another run (the process may reuse memory that it has).
+A last line is remat alone on a synthetic joint graph (see synthetic.py), with the memory that planning adds: the larger
+of what the process grows by while it plans, and of what Python allocates in another run (the process may reuse memory
+that it has).
 """
 
 from __future__ import annotations

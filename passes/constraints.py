@@ -51,6 +51,7 @@ class Reason(Enum):
     MUTATED_INPUT = "an input that forward overwrites; backward gets a copy of the old data"
     DISCRETE = "chooses among elements, and a last-bit difference would choose others"
     DATA_DEPENDENT = "its size or number depends on data"
+    UNKNOWN_OPERATOR = "higher-order op that is not known to be free of effects"
     EXPLICIT_GENERATOR = "draws from an explicit generator, whose state is not replayed"
 
 
@@ -124,6 +125,7 @@ def _cannot_recompute(
         (op.draws_seed, Reason.HOLDS_SEED),
         (op.is_collective, Reason.COLLECTIVE),
         (op.is_effectful or (op.has_body and _body_is_impure(graph, node)), Reason.EFFECTFUL),
+        (op.is_unknown, Reason.UNKNOWN_OPERATOR),
         (op.is_mutating, Reason.MUTATING),
         (op.reads_data or "unbacked_bindings" in node.meta, Reason.DATA_DEPENDENT),
         (any(j in written for j in graph.inputs[i]), Reason.READS_WRITTEN),
@@ -190,8 +192,8 @@ def _has_generator(node: fx.Node) -> bool:
 
 def _body_is_impure(graph: JointGraph, node: fx.Node) -> bool:
     """True if a graph that the operator runs has effects, draws random numbers or reads data."""
-    bodies = [node for body in subgraphs_of(graph, node) for node in _all_calls(body)]
-    return any(not facts_of(call.target).is_pure and not facts_of(call.target).has_body for call in bodies)
+    calls = [call for body in subgraphs_of(graph, node) for call in _all_calls(body)]
+    return any(not facts_of(call.target).is_pure for call in calls)
 
 
 def _all_calls(body: fx.GraphModule) -> list[fx.Node]:

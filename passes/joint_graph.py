@@ -288,7 +288,7 @@ def _find_roles(
     backward_outputs: Sequence[int],
 ) -> tuple[Role, ...]:
     kept = [i for i, node in enumerate(nodes) if same_as[i] == i and _runs_for_its_effect(node, facts[i])]
-    in_backward = _bound_to_backward(nodes, facts, inputs)
+    in_backward = _bound_to_backward(nodes, facts, inputs, _ancestors(forward_outputs, inputs, len(nodes)))
     forward = _ancestors([*forward_outputs, *(i for i in kept if not in_backward[i])], inputs, len(nodes))
     backward = _ancestors([*backward_outputs, *(i for i in kept if in_backward[i])], inputs, len(nodes))
     return tuple(
@@ -319,7 +319,10 @@ def _runs_for_its_effect(node: fx.Node, op: OpFacts | None) -> bool:
 
 
 def _bound_to_backward(
-    nodes: Sequence[fx.Node], facts: Sequence[OpFacts | None], inputs: Sequence[tuple[int, ...]]
+    nodes: Sequence[fx.Node],
+    facts: Sequence[OpFacts | None],
+    inputs: Sequence[tuple[int, ...]],
+    forward_reads: Sequence[bool],
 ) -> list[bool]:
     """Which nodes cannot run before backward starts."""
     bound = [False] * len(nodes)
@@ -329,6 +332,9 @@ def _bound_to_backward(
         elif node.meta.get(PARTITIONER_TAG) == "must_be_in_backward" or (
             is_tagged_backward(node) and not (op.is_pure and not op.has_body)
         ):
+            bound[i] = True
+        elif op.is_random and PARTITIONER_TAG not in node.meta and not forward_reads[i]:
+            # A custom backward draws here; in forward it would take another number from the generator.
             bound[i] = True
         else:
             bound[i] = any(bound[j] for j in inputs[i])

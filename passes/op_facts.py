@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .torch_private import HigherOrderOperator, OpOverload, opaque_targets
+from .torch_private import HigherOrderOperator, OpOverload, effectful_operators, functional_operators
 
 
 class Kind(Enum):
@@ -56,6 +56,9 @@ class OpFacts:
     has_body: bool = False
     """A higher-order operator: its arguments include graphs, whose facts count too."""
 
+    is_unknown: bool = False
+    """A higher-order operator of which nobody said what it does."""
+
     @property
     def is_pure(self) -> bool:
         """Running it again with the same inputs gives the same result and nothing else."""
@@ -66,6 +69,7 @@ class OpFacts:
             or self.is_effectful
             or self.is_mutating
             or self.reads_data
+            or self.is_unknown
         )
 
 
@@ -353,7 +357,12 @@ def facts_of(target: Any) -> OpFacts:
     if isinstance(target, OpOverload):
         return _overload_facts(target)
     if isinstance(target, HigherOrderOperator):
-        return OpFacts(Kind.OTHER, has_body=True, is_effectful=any(target is opaque for opaque in opaque_targets()))
+        return OpFacts(
+            Kind.OTHER,
+            has_body=True,
+            is_effectful=target in effectful_operators(),
+            is_unknown=target not in effectful_operators() and target not in functional_operators(),
+        )
     # Arithmetic on symbolic sizes: Python operators, math and torch.sym_* functions.
     return OpFacts(Kind.FREE)
 

@@ -6,8 +6,9 @@ work on any FX graph without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,13 +99,38 @@ def symbol_hint(value: torch.SymInt) -> int | None:
     return None if hint is None else int(hint)
 
 
-def opaque_targets() -> Iterator[object]:
+@cache
+def effectful_operators() -> frozenset[HigherOrderOperator]:
     """The higher-order operators that wrap something with effects: a token, a kernel or an op that writes."""
-    yield torch.ops.higher_order.with_effects
-    yield torch.ops.higher_order.triton_kernel_wrapper_mutation
-    yield torch.ops.higher_order.triton_kernel_wrapper_functional
-    yield torch.ops.higher_order.auto_functionalized
-    yield torch.ops.higher_order.auto_functionalized_v2
+    names = (
+        "with_effects",
+        "triton_kernel_wrapper_mutation",
+        "triton_kernel_wrapper_functional",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+    )
+    return _operators(names)
+
+
+@cache
+def functional_operators() -> frozenset[HigherOrderOperator]:
+    """The higher-order operators that do nothing but run the graphs they are given."""
+    names = (
+        "invoke_subgraph",
+        "cond",
+        "while_loop",
+        "scan",
+        "associative_scan",
+        "map_impl",
+        "flex_attention",
+        "flex_attention_backward",
+        "inductor_compiled_code",
+    )
+    return _operators(names)
+
+
+def _operators(names: Iterable[str]) -> frozenset[HigherOrderOperator]:
+    return frozenset(getattr(torch.ops.higher_order, name) for name in names if hasattr(torch.ops.higher_order, name))
 
 
 def inductor_option_names() -> frozenset[str]:
