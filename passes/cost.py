@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from .errors import OptionError
@@ -23,20 +24,34 @@ from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import OpCall, TensorSpec, call_of, hint_of
 from .op_facts import Kind
+from .readers import Readers, find_readers
 from .torch_private import without_modes
 
 TICKS_PER_SECOND = 10**9
 """Prices are whole numbers, so that equal graphs give equal plans: one tick is a nanosecond."""
 
-FUSED_KINDS = frozenset([Kind.FREE, Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.GATHER, Kind.RANDOM])
-"""Ops that become part of their readers' loops: they read and write registers."""
+MOVES_TO_SAVE = 2
+"""A kept value goes out of the cache and comes back in: written once, read once, also where a kernel writes it anyway,
+since memory that is not kept is used again while it is still cached."""
 
-POINTWISE_FRACTION = 0.05
-"""What a fused addition or product adds to a loop, as a part of the time to write its result: on CPUs and GPUs a loop
-that is bound by memory has some twenty arithmetic operations per element to spare."""
+ARITHMETIC: Mapping[Kind, float] = {
+    Kind.FREE: 0.0,
+    Kind.POINTWISE: 0.02,
+    Kind.TRANSCENDENTAL: 0.6,
+    Kind.SLOW_TRANSCENDENTAL: 3.0,
+    Kind.GATHER: 1.0,
+    Kind.RANDOM: 20.0,
+}
+"""What a fused op adds to its reader's loop, per element, as a part of the time to move four bytes through memory.
 
-GATHER_FRACTION = 1.0
-"""The same for an indirect read, which no register saves: it costs a read of its result's size."""
+Measured on one core with inductor's vectorised kernels (`python benchmarks/fused_arithmetic.py`): eight more additions
+and products in a loop add nothing that can be seen, exp 0.4, sigmoid 0.8, erf and log 0.9, tanh 3, a random number 22.
+A gather reads its result's size from somewhere.
+"""
+
+KERNEL_WRITE = 0.0
+ACCELERATOR_SPEEDUP = 10.0
+"""How much cheaper arithmetic is there, compared with memory. Not measured: from the data sheets of current GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +62,13 @@ class Machine:
     """Of single-precision matrix products; half precision counts double, double precision half."""
     bytes_per_second: float
     """Of a large copy, read and write added."""
-    transcendentals_per_second: float
-    """Elements of an exponential whose input and output stay in the cache."""
-    randoms_per_second: float
-    """Uniform random numbers drawn."""
 
     def compute_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Time for a matrix product of a type."""
         return flops * dtype.itemsize / 4 / self.flops_per_second
 
 
-DEFAULT_MACHINE = Machine(
-    flops_per_second=2.0**43, bytes_per_second=2.0**40, transcendentals_per_second=2.0**40, randoms_per_second=2.0**39
-)
+DEFAULT_MACHINE = Machine(flops_per_second=2.0**43, bytes_per_second=2.0**40)
 """For devices that cannot be measured (`meta`): the balance of a data-centre GPU in single precision, rounded."""
 
 
@@ -69,8 +78,12 @@ class CostModel(Protocol):
     def recompute_seconds(self, call: OpCall) -> float:
         """What one more run of the call inside backward adds to the step."""
 
-    def save_seconds(self, num_bytes: int, device: str) -> float:
-        """What keeping `num_bytes` for backward adds to the step."""
+    def move_seconds(self, num_bytes: int, device: str) -> float:
+        """How long it takes to write `num_bytes` to memory, or to read them."""
+
+    @property
+    def prices_writes(self) -> bool:
+        """Whether a recomputed value that has to be in memory again is charged for that, too."""
 
     def cache_key(self) -> str:
         """Two models with the same key price everything alike."""
@@ -87,28 +100,44 @@ class Costs:
 
 def price(graph: JointGraph, model: CostModel) -> Costs:
     """Price every forward-side value of a graph."""
-    known: dict[OpCall, int] = {}
-    rows = [_price_node(node, role, model, known) for node, role in zip(graph.nodes, graph.roles, strict=True)]
+    asked = _Asked(model)
+    readers = find_readers(graph)
+    rows = [_price_node(node, role, r, asked) for node, role, r in zip(graph.nodes, graph.roles, readers, strict=True)]
     save_ticks, recompute_ticks, num_bytes = zip(*rows, strict=True) if rows else ((), (), ())
     return Costs(save_ticks, recompute_ticks, num_bytes)
 
 
-def _price_node(node: torch.fx.Node, role: Role, model: CostModel, known: dict[OpCall, int]) -> tuple[int, int, int]:
+class _Asked:
+    """A cost model that remembers its answers."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self.known: dict[OpCall, float] = {}
+
+    def recompute_seconds(self, node: fx.Node) -> float:
+        call = call_of(node)
+        if call not in self.known:
+            self.known[call] = self.model.recompute_seconds(call)
+        return self.known[call]
+
+
+def _price_node(node: fx.Node, role: Role, readers: Readers, asked: _Asked) -> tuple[int, int, int]:
     """Ticks to save, ticks to recompute, bytes."""
     if role not in (Role.INPUT, Role.FORWARD, Role.EITHER):
         return 0, 0, 0
-    num_bytes = save_ticks = recompute_ticks = 0
+    num_bytes = save_ticks = 0
+    seconds = move = 0.0
     tensor = tensor_of(node)
     if tensor is not None:
         num_bytes = hint_of(tensor.numel()) * tensor.element_size()
-        save_ticks = max(1, ticks(model.save_seconds(num_bytes, tensor.device.type)))
-    # What only backward needs is computed once, wherever it runs: running it there adds nothing.
+        move = asked.model.move_seconds(num_bytes, tensor.device.type)
+        save_ticks = max(1, ticks(MOVES_TO_SAVE * move))
+    # What only backward needs is computed once, wherever it runs: running it there adds no arithmetic.
     if role is Role.FORWARD and node.op == "call_function":
-        call = call_of(node)
-        if call not in known:
-            known[call] = ticks(model.recompute_seconds(call))
-        recompute_ticks = known[call]
-    return save_ticks, recompute_ticks, num_bytes
+        seconds = asked.recompute_seconds(node)
+    if asked.model.prices_writes and readers.backward_kernel and node.op == "call_function":
+        seconds += KERNEL_WRITE * move
+    return save_ticks, ticks(seconds), num_bytes
 
 
 def ticks(seconds: float) -> int:
@@ -135,15 +164,19 @@ class Roofline:
     def recompute_seconds(self, call: OpCall) -> float:
         """What one more run of the call inside backward adds to the step."""
         machine = self.machine(call.device)
-        kind = call.facts.kind
-        if kind in FUSED_KINDS:
-            return _fused_seconds(call, kind, machine)
+        if call.facts.kind in ARITHMETIC:
+            return _fused_seconds(call, machine)
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
         return max(_compute_seconds(call, machine), memory)
 
-    def save_seconds(self, num_bytes: int, device: str) -> float:
-        """A write in forward and a read in backward."""
-        return 2 * num_bytes / self.machine(device).bytes_per_second
+    def move_seconds(self, num_bytes: int, device: str) -> float:
+        """Bytes over bandwidth."""
+        return num_bytes / self.machine(device).bytes_per_second
+
+    @property
+    def prices_writes(self) -> bool:
+        """Recomputing for a kernel that wants its input in memory costs a write."""
+        return True
 
     def cache_key(self) -> str:
         """The machine constants and the fractions decide the plan, so they are the key."""
@@ -153,6 +186,11 @@ class Roofline:
 @dataclass(frozen=True, slots=True)
 class Flops(Roofline):
     """Count floating-point operations only."""
+
+    @property
+    def prices_writes(self) -> bool:
+        """No: a write is no floating-point operation."""
+        return False
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Compute time of the ops that have a flop count; the rest is free."""
@@ -164,6 +202,11 @@ class Callback(Roofline):
     """A user's function for recomputation, bandwidth for keeping."""
 
     function: Callable[[OpCall], float] = field(kw_only=True)
+
+    @property
+    def prices_writes(self) -> bool:
+        """No: the user's price is the price."""
+        return False
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Ask the user."""
@@ -179,21 +222,12 @@ class Callback(Roofline):
         return f"Callback {fingerprint(self.function)} {sorted(self.machines.items())}"
 
 
-def _fused_seconds(call: OpCall, kind: Kind, machine: Machine) -> float:
+def _fused_seconds(call: OpCall, machine: Machine) -> float:
     """What an op adds to the loop that it is fused into."""
-    write = call.output_bytes / machine.bytes_per_second
-    num_elements = sum(spec.numel for spec in call.outputs)
-    match kind:
-        case Kind.POINTWISE:
-            return POINTWISE_FRACTION * write
-        case Kind.GATHER:
-            return GATHER_FRACTION * write
-        case Kind.TRANSCENDENTAL:
-            return num_elements / machine.transcendentals_per_second
-        case Kind.RANDOM:
-            return num_elements / machine.randoms_per_second
-        case _:
-            return 0.0
+    per_element = ARITHMETIC[call.facts.kind] * 4 / machine.bytes_per_second
+    if call.device != "cpu" and call.facts.kind is not Kind.GATHER:
+        per_element /= ACCELERATOR_SPEEDUP
+    return per_element * sum(spec.numel for spec in call.outputs)
 
 
 def _compute_seconds(call: OpCall, machine: Machine) -> float:

@@ -23,7 +23,8 @@ class Kind(Enum):
 
     FREE = "no work at run time"
     POINTWISE = "element by element, fused into its readers"
-    TRANSCENDENTAL = "element by element, bound by arithmetic"
+    TRANSCENDENTAL = "element by element, some tens of instructions each"
+    SLOW_TRANSCENDENTAL = "element by element, a hundred instructions each or more"
     GATHER = "element by element with indirect reads"
     REDUCTION = "reads more than it writes; ends a fusion"
     MATMUL = "matrix product, convolution or attention"
@@ -73,276 +74,93 @@ class OpFacts:
         )
 
 
-# Names are overload packets ("aten::mm" is every overload of it).
-_MATMULS = frozenset(
-    [
-        "aten::mm",
-        "aten::bmm",
-        "aten::addmm",
-        "aten::baddbmm",
-        "aten::addbmm",
-        "aten::addmv",
-        "aten::mv",
-        "aten::dot",
-        "aten::vdot",
-        "aten::_scaled_mm",
-        "aten::_int_mm",
-        "aten::_addmm_activation",
-        "aten::matmul",
-        "aten::linear",
-        "aten::convolution",
-        "aten::_convolution",
-        "aten::convolution_backward",
-        "aten::mkldnn_convolution",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_scaled_dot_product_attention_math",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_grouped_mm",
-        "aten::_trilinear",
-        "aten::_cdist_forward",
-        "aten::grid_sampler_2d",
-    ]
+def _names(words: str) -> frozenset[str]:
+    """Operators by name, every overload of each; those of other libraries than aten are written with theirs."""
+    return frozenset(word if "::" in word else f"aten::{word}" for word in words.split())
+
+
+_MATMULS = _names(
+    """
+    mm bmm addmm baddbmm addbmm addmv mv dot vdot _scaled_mm _int_mm _addmm_activation matmul linear convolution
+    _convolution convolution_backward mkldnn_convolution _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+    _scaled_dot_product_attention_math _flash_attention_forward _efficient_attention_forward _grouped_mm _trilinear
+    _cdist_forward grid_sampler_2d
+    """
 )
-_REDUCTIONS = frozenset(
-    [
-        "aten::sum",
-        "aten::mean",
-        "aten::var",
-        "aten::var_mean",
-        "aten::std",
-        "aten::std_mean",
-        "aten::amax",
-        "aten::amin",
-        "aten::max",
-        "aten::min",
-        "aten::prod",
-        "aten::any",
-        "aten::all",
-        "aten::norm",
-        "aten::linalg_vector_norm",
-        "aten::logsumexp",
-        "aten::_softmax",
-        "aten::_log_softmax",
-        "aten::native_layer_norm",
-        "aten::native_group_norm",
-        "aten::native_batch_norm",
-        "aten::_native_batch_norm_legit",
-        "aten::_native_batch_norm_legit_functional",
-        "aten::_native_batch_norm_legit_no_training",
-        "aten::batch_norm_with_update",
-        "aten::_batch_norm_with_update",
-        "aten::_batch_norm_with_update_functional",
-        "aten::_fused_rms_norm",
-        "aten::cudnn_batch_norm",
-        "aten::nll_loss_forward",
-        "aten::nll_loss2d_forward",
-        "aten::cumsum",
-        "aten::cumprod",
-        "aten::logcumsumexp",
-        "aten::count_nonzero",
-        "aten::avg_pool2d",
-        "aten::avg_pool3d",
-        "aten::_adaptive_avg_pool2d",
-        "aten::_adaptive_avg_pool3d",
-        "aten::aminmax",
-        "aten::mse_loss",
-        "aten::l1_loss",
-        "prims::sum",
-        "prims::amax",
-        "prims::amin",
-        "prims::prod",
-        "prims::var",
-        "prims::xor_sum",
-    ]
+_REDUCTIONS = _names(
+    """
+    sum mean var var_mean std std_mean amax amin max min prod any all norm linalg_vector_norm logsumexp _softmax
+    _log_softmax native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training batch_norm_with_update
+    _batch_norm_with_update _batch_norm_with_update_functional _fused_rms_norm cudnn_batch_norm nll_loss_forward
+    nll_loss2d_forward cumsum cumprod logcumsumexp count_nonzero avg_pool2d avg_pool3d _adaptive_avg_pool2d
+    _adaptive_avg_pool3d aminmax mse_loss l1_loss prims::sum prims::amax prims::amin prims::prod prims::var
+    prims::xor_sum
+    """
 )
-_TRANSCENDENTALS = frozenset(
-    [
-        "aten::exp",
-        "aten::exp2",
-        "aten::expm1",
-        "aten::log",
-        "aten::log2",
-        "aten::log10",
-        "aten::log1p",
-        "aten::sin",
-        "aten::cos",
-        "aten::tan",
-        "aten::asin",
-        "aten::acos",
-        "aten::atan",
-        "aten::atan2",
-        "aten::sinh",
-        "aten::cosh",
-        "aten::tanh",
-        "aten::asinh",
-        "aten::acosh",
-        "aten::atanh",
-        "aten::erf",
-        "aten::erfc",
-        "aten::erfinv",
-        "aten::sigmoid",
-        "aten::gelu",
-        "aten::silu",
-        "aten::mish",
-        "aten::softplus",
-        "aten::elu",
-        "aten::log_sigmoid_forward",
-        "aten::lgamma",
-        "aten::digamma",
-        "aten::logit",
-        "aten::xlogy",
-        "aten::special_erfcx",
-        "aten::special_log_ndtr",
-        "aten::special_ndtri",
-    ]
+_TRANSCENDENTALS = _names(
+    """
+    exp exp2 expm1 log log2 log10 log1p sin cos erf erfc sigmoid gelu silu softplus elu log_sigmoid_forward logit
+    xlogy
+    """
 )
-_GATHERS = frozenset(
-    [
-        "aten::index",
-        "aten::_unsafe_index",
-        "aten::index_select",
-        "aten::gather",
-        "aten::embedding",
-        "aten::take",
-        "aten::take_along_dim",
-        "aten::scatter",
-        "aten::scatter_add",
-        "aten::scatter_reduce",
-        "aten::index_put",
-        "aten::_unsafe_index_put",
-        "aten::index_add",
-        "aten::index_copy",
-        "aten::index_fill",
-        "aten::masked_scatter",
-        "aten::upsample_nearest2d",
-        "aten::upsample_bilinear2d",
-        "aten::roll",
-        "aten::flip",
-    ]
+_SLOW_TRANSCENDENTALS = _names(
+    """
+    tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erfinv mish lgamma digamma polygamma special_erfcx
+    special_log_ndtr special_ndtri pow igamma i0
+    """
+)
+_GATHERS = _names(
+    """
+    index _unsafe_index index_select gather embedding take take_along_dim scatter scatter_add scatter_reduce
+    index_put _unsafe_index_put index_add index_copy index_fill masked_scatter upsample_nearest2d
+    upsample_bilinear2d roll flip
+    """
 )
 # Pointwise by nature though torch does not tag them so; all of them become part of a fused loop.
-_UNTAGGED_POINTWISE = frozenset(
-    [
-        "aten::where",
-        "aten::clone",
-        "aten::_to_copy",
-        "aten::full",
-        "aten::full_like",
-        "aten::ones",
-        "aten::ones_like",
-        "aten::zeros",
-        "aten::zeros_like",
-        "aten::empty_like",
-        "aten::arange",
-        "aten::scalar_tensor",
-        "aten::cat",
-        "aten::stack",
-        "aten::constant_pad_nd",
-        "aten::tril",
-        "aten::triu",
-        "aten::copy",
-        "aten::lift_fresh_copy",
-        "aten::repeat",
-        "aten::masked_fill",
-        "aten::select_scatter",
-        "aten::slice_scatter",
-        "aten::as_strided_scatter",
-        "aten::diagonal_scatter",
-        "aten::new_zeros",
-        "aten::new_ones",
-        "aten::new_full",
-        "aten::new_empty",
-        "aten::empty",
-        "aten::empty_strided",
-        "aten::new_empty_strided",
-        "aten::eye",
-        "aten::one_hot",
-        "aten::expand_copy",
-        "aten::view_copy",
-        "aten::permute_copy",
-        "aten::glu",
-        "aten::contiguous",
-        "aten::reshape",
-        "aten::native_dropout_backward",
-        "prims::iota",
-        "prims::convert_element_type",
-        "prims::broadcast_in_dim",
-        "prims::device_put",
-        "prims::inductor_lookup_seed",
-        "prims::fma",
-    ]
+_UNTAGGED_POINTWISE = _names(
+    """
+    where clone _to_copy full full_like ones ones_like zeros zeros_like empty_like arange scalar_tensor cat stack
+    constant_pad_nd tril triu copy lift_fresh_copy repeat masked_fill select_scatter slice_scatter
+    as_strided_scatter diagonal_scatter new_zeros new_ones new_full new_empty empty empty_strided new_empty_strided
+    eye one_hot expand_copy view_copy permute_copy glu contiguous reshape native_dropout_backward prims::iota
+    prims::convert_element_type prims::broadcast_in_dim prims::device_put prims::inductor_lookup_seed prims::fma
+    """
 )
-_UNINITIALIZED = frozenset(
-    ["aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"]
+_UNINITIALIZED = _names("empty empty_like empty_strided new_empty new_empty_strided")
+_DISCRETE = _names(
+    """
+    topk sort argsort argmax argmin msort kthvalue mode median nanmedian max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+    _low_memory_max_pool_with_offsets prims::_low_memory_max_pool_with_offsets cummax cummin searchsorted bucketize
+    unique_consecutive unique_dim _unique2 histc bincount segment_reduce
+    """
 )
-_DISCRETE = frozenset(
-    [
-        "aten::topk",
-        "aten::sort",
-        "aten::argsort",
-        "aten::argmax",
-        "aten::argmin",
-        "aten::msort",
-        "aten::kthvalue",
-        "aten::mode",
-        "aten::median",
-        "aten::nanmedian",
-        "aten::max_pool2d_with_indices",
-        "aten::max_pool3d_with_indices",
-        "aten::adaptive_max_pool2d",
-        "aten::adaptive_max_pool3d",
-        "aten::fractional_max_pool2d",
-        "aten::fractional_max_pool3d",
-        "aten::_low_memory_max_pool_with_offsets",
-        "prims::_low_memory_max_pool_with_offsets",
-        "aten::cummax",
-        "aten::cummin",
-        "aten::searchsorted",
-        "aten::bucketize",
-        "aten::unique_consecutive",
-        "aten::unique_dim",
-        "aten::_unique2",
-        "aten::histc",
-        "aten::bincount",
-        "aten::segment_reduce",
-    ]
-)
+# Nearly always a small whole exponent, which compilers turn into products.
+_POINTWISE_OVERLOADS = frozenset(["aten::pow.Tensor_Scalar"])
 # `max(dim)` and `min(dim)` also return where; without a dim they return only a value.
 _DISCRETE_OVERLOADS = frozenset(["aten::max.dim", "aten::min.dim", "aten::max.names_dim", "aten::min.names_dim"])
-_READS_DATA = frozenset(
-    [
-        "aten::_local_scalar_dense",
-        "aten::item",
-        "aten::nonzero",
-        "aten::nonzero_static",
-        "aten::masked_select",
-        "aten::equal",
-        "aten::is_nonzero",
-        "aten::repeat_interleave",
-        "aten::sym_constrain_range",
-        "aten::sym_constrain_range_for_size",
-        "aten::_assert_async",
-        "aten::_assert_scalar",
-        "aten::_functional_assert_async",
-    ]
+_READS_DATA = _names(
+    """
+    _local_scalar_dense item nonzero nonzero_static masked_select equal is_nonzero repeat_interleave
+    sym_constrain_range sym_constrain_range_for_size _assert_async _assert_scalar _functional_assert_async
+    """
 )
-_SEEDS = frozenset(["prims::inductor_seed", "prims::inductor_seeds", "prims::philox_rand", "prims::rand_eager_offsets"])
+_SEEDS = _names(
+    """
+    prims::inductor_seed prims::inductor_seeds prims::philox_rand prims::rand_eager_offsets
+    """
+)
 # Pure functions of the seed they are given, whatever their tags say.
-_SEEDED = frozenset(
-    [
-        "prims::inductor_random",
-        "prims::inductor_randint",
-        "prims::inductor_lookup_seed",
-        "prims::inductor_force_stride_order",
-    ]
+_SEEDED = _names(
+    """
+    prims::inductor_random prims::inductor_randint prims::inductor_lookup_seed prims::inductor_force_stride_order
+    """
 )
 # Its kernel returns its input's storage although the schema does not say so.
-_SILENT_VIEWS = frozenset(["aten::_unsafe_view", "aten::_reshape_alias"])
+_SILENT_VIEWS = _names("_unsafe_view _reshape_alias")
 _COLLECTIVE_NAMESPACES = frozenset(
     ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor"]
 )
@@ -393,10 +211,13 @@ def _returns_view(op: OpOverload[..., Any]) -> bool:
 
 
 def _kind_of(op: OpOverload[..., Any], name: str) -> Kind:
+    if f"{name}.{op._overloadname}" in _POINTWISE_OVERLOADS:
+        return Kind.POINTWISE
     for names, kind in (
         (_MATMULS, Kind.MATMUL),
         (_REDUCTIONS, Kind.REDUCTION),
         (_TRANSCENDENTALS, Kind.TRANSCENDENTAL),
+        (_SLOW_TRANSCENDENTALS, Kind.SLOW_TRANSCENDENTAL),
         (_GATHERS, Kind.GATHER),
         (_UNTAGGED_POINTWISE, Kind.POINTWISE),
     ):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .passes.cost import FUSED_KINDS, Machine, Roofline
+from .passes.cost import ARITHMETIC, Machine, Roofline
 from .passes.op_call import OpCall, TensorSpec
 from .passes.torch_private import without_modes
 
@@ -46,22 +46,15 @@ def _machine(device: str) -> Machine:
 
 
 def measure(device: str) -> Machine:
-    """Time a matrix product, a copy that is too large for the caches, an exponential that fits, and random draws."""
-    num_cached = 2**16 if device == "cpu" else 2**24
+    """Time a matrix product, and a copy that is too large for the caches."""
     with without_modes(), torch.no_grad():
         matrix = torch.full((1024, 1024), 0.5, device=device)
         large, other = (torch.full((2**24,), 0.5, device=device) for _ in range(2))
-        cached, result = (torch.full((num_cached,), 0.5, device=device) for _ in range(2))
-        generator = torch.Generator(device)
         product = _seconds(lambda: matrix @ matrix, device)
         copy = _seconds(lambda: other.copy_(large), device)
-        exponential = _seconds(lambda: torch.exp(cached, out=result), device, repeats=20)
-        draw = _seconds(lambda: result.uniform_(generator=generator), device)
     return Machine(
         flops_per_second=_power_of_two(2 * 1024**3 / product),
         bytes_per_second=_power_of_two(2 * large.numel() * large.element_size() / copy),
-        transcendentals_per_second=_power_of_two(num_cached / exponential),
-        randoms_per_second=_power_of_two(num_cached / draw),
     )
 
 
@@ -128,7 +121,7 @@ class Profile(Roofline):
 
     def recompute_seconds(self, call: OpCall) -> float:
         """The measured time of the call."""
-        measured = None if call.facts.kind in FUSED_KINDS else measured_seconds(call)
+        measured = None if call.facts.kind in ARITHMETIC else measured_seconds(call)
         return Roofline.recompute_seconds(self, call) if measured is None else measured
 
 
