@@ -3,8 +3,8 @@
     python benchmarks/fused_arithmetic.py
 
 The default cost model charges a recomputed op that will be fused for its arithmetic alone. This prints where its
-constants come from: each op is compiled by inductor for a tensor that stays in the cache, the best of many runs is taken,
-and a product's time, which is all loop and no arithmetic, is taken off.
+constants come from: each op is compiled by inductor for a tensor that stays in the cache, the best of many runs is
+taken, and a product's time, which is all loop and no arithmetic, is taken off.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NUM_CACHED, NUM_LARGE = 2**16, 2**24
 OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mul": lambda x, y: x * y,
     "four mul and add": lambda x, y: ((((x * y + x) * y + x) * y + x) * y + x) * y,
-    "exp": lambda x, y: x.exp(),
-    "sigmoid": lambda x, y: x.sigmoid(),
-    "log": lambda x, y: x.log(),
-    "sin": lambda x, y: x.sin(),
-    "erf": lambda x, y: x.erf(),
-    "gelu": lambda x, y: F.gelu(x),
-    "silu": lambda x, y: F.silu(x),
-    "tanh": lambda x, y: x.tanh(),
-    "pow(2.5)": lambda x, y: x**2.5,
-    "dropout": lambda x, y: F.dropout(x, 0.1),
+    "exp": lambda x, _: x.exp(),
+    "sigmoid": lambda x, _: x.sigmoid(),
+    "log": lambda x, _: x.log(),
+    "sin": lambda x, _: x.sin(),
+    "erf": lambda x, _: x.erf(),
+    "gelu": lambda x, _: F.gelu(x),
+    "silu": lambda x, _: F.silu(x),
+    "tanh": lambda x, _: x.tanh(),
+    "pow(2.5)": lambda x, _: x**2.5,
+    "dropout": lambda x, _: F.dropout(x, 0.1),
 }
 
 
