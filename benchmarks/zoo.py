@@ -1,9 +1,9 @@
 """The models that tests and benchmarks train: real architectures, random weights, nothing downloaded.
 
-Dropout is on everywhere, in attention too where the architecture has it, because a plan that recomputes random ops is
-only worth measuring if they are there. Each model comes in two sizes:
+Each model comes in two sizes:
 
-- ``tiny``: two layers, for tests;
+- ``tiny``: two layers, for tests; dropout is on everywhere, in attention too, because random ops are what a plan that
+  recomputes gets wrong most easily. ``bench`` has the dropout that the architecture's own default configuration has;
 - ``bench``: activations are at least eight times the gradients, so that a plan's effect on the peak is not buried, and
   a compiled step takes about a second on one thread. Numbers of tokens and pixels are odd on purpose: no activation
   has the size of a weight, so no compiler writes a gradient into a buffer that held an activation before.
@@ -111,12 +111,14 @@ def _token_batch(vocab: int, batch: int, length: int) -> Callable[[int], Batch]:
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def _llama(*, attention: str, vocab: int, width: int, layers: int, heads: int, batch: int, length: int) -> Built:
+def _llama(
+    *, attention: str, dropout: float, vocab: int, width: int, layers: int, heads: int, batch: int, length: int
+) -> Built:
     transformers = _require("transformers")
     config = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=length,
-        attention_dropout=0.1, use_cache=False, attn_implementation=attention,
+        attention_dropout=dropout, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     return Built(model, _token_batch(vocab, batch, length), _loss_of_output)
@@ -178,13 +180,22 @@ def _t5(*, attention: str, vocab: int, width: int, layers: int, heads: int, batc
 
 
 def _mixtral(
-    *, attention: str, vocab: int, width: int, layers: int, heads: int, experts: int, batch: int, length: int
+    *,
+    attention: str,
+    dropout: float,
+    vocab: int,
+    width: int,
+    layers: int,
+    heads: int,
+    experts: int,
+    batch: int,
+    length: int,
 ) -> Built:
     transformers = _require("transformers")
     config = transformers.MixtralConfig(
         vocab_size=vocab, hidden_size=width, intermediate_size=width * 2, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=length,
-        num_local_experts=experts, num_experts_per_tok=2, attention_dropout=0.1, sliding_window=None,
+        num_local_experts=experts, num_experts_per_tok=2, attention_dropout=dropout, sliding_window=None,
         output_router_logits=True, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
     # In bfloat16, as Mixtral is trained: transformers' grouped matmul for compiled float32 has a backward that reads
@@ -196,11 +207,13 @@ def _mixtral(
     return Built(model, _token_batch(vocab, batch, length), _loss_of_output)
 
 
-def _vit(*, attention: str, width: int, layers: int, heads: int, batch: int, pixels: int, patch: int) -> Built:
+def _vit(
+    *, attention: str, dropout: float, width: int, layers: int, heads: int, batch: int, pixels: int, patch: int
+) -> Built:
     transformers = _require("transformers")
     config = transformers.ViTConfig(
         hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
-        image_size=pixels, patch_size=patch, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        image_size=pixels, patch_size=patch, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         num_labels=10, problem_type="single_label_classification", attn_implementation=attention,
     )  # fmt: skip
     model = transformers.ViTForImageClassification(config)
@@ -218,14 +231,14 @@ def _vit(*, attention: str, width: int, layers: int, heads: int, batch: int, pix
 # --- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def _unet(*, channels: tuple[int, ...], layers: int, batch: int, pixels: int) -> Built:
+def _unet(*, dropout: float, channels: tuple[int, ...], layers: int, batch: int, pixels: int) -> Built:
     diffusers = _require("diffusers")
     last = len(channels) - 1
     model = diffusers.UNet2DModel(
         sample_size=pixels, in_channels=3, out_channels=3, block_out_channels=channels, layers_per_block=layers,
         down_block_types=("DownBlock2D",) * last + ("AttnDownBlock2D",),
         up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * last,
-        norm_num_groups=8, attention_head_dim=16, dropout=0.1,
+        norm_num_groups=8, attention_head_dim=16, dropout=dropout,
     )  # fmt: skip
 
     def make_batch(seed: int) -> Batch:
@@ -353,8 +366,9 @@ ZOO: Mapping[str, Entry] = {
     for entry in (
         Entry(
             "llama", _llama,
-            {"tiny": _TINY_TEXT,
-             "bench": {"vocab": 2048, "width": 256, "layers": 8, "heads": 8, "batch": 5, "length": 250}},
+            {"tiny": {**_TINY_TEXT, "dropout": 0.1},
+             "bench": {"dropout": 0.0, "vocab": 2048, "width": 256, "layers": 8, "heads": 8, "batch": 5,
+                       "length": 250}},
             takes_attention=True,
         ),
         Entry(
@@ -377,20 +391,21 @@ ZOO: Mapping[str, Entry] = {
         ),
         Entry(
             "mixtral", _mixtral,
-            {"tiny": {**_TINY_TEXT, "experts": 4},
-             "bench": {"vocab": 2048, "width": 128, "layers": 6, "heads": 4, "experts": 4, "batch": 5, "length": 250}},
+            {"tiny": {**_TINY_TEXT, "experts": 4, "dropout": 0.1},
+             "bench": {"dropout": 0.0, "vocab": 2048, "width": 128, "layers": 6, "heads": 4, "experts": 4, "batch": 5,
+                       "length": 250}},
             takes_attention=True,
         ),
         Entry(
             "vit", _vit,
-            {"tiny": {"width": 32, "layers": 2, "heads": 2, "batch": 2, "pixels": 20, "patch": 5},
-             "bench": {"width": 192, "layers": 6, "heads": 6, "batch": 11, "pixels": 88, "patch": 8}},
+            {"tiny": {"dropout": 0.1, "width": 32, "layers": 2, "heads": 2, "batch": 2, "pixels": 20, "patch": 5},
+             "bench": {"dropout": 0.0, "width": 192, "layers": 6, "heads": 6, "batch": 11, "pixels": 88, "patch": 8}},
             takes_attention=True,
         ),
         Entry(
             "unet", _unet,
-            {"tiny": {"channels": (16, 32), "layers": 1, "batch": 2, "pixels": 8},
-             "bench": {"channels": (32, 64), "layers": 1, "batch": 7, "pixels": 52}},
+            {"tiny": {"dropout": 0.1, "channels": (16, 32), "layers": 1, "batch": 2, "pixels": 8},
+             "bench": {"dropout": 0.0, "channels": (32, 64), "layers": 1, "batch": 7, "pixels": 52}},
         ),
         Entry(
             "resnet", _resnet,
