@@ -8,6 +8,7 @@ minutes, most of them spent in the C++ compiler.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -23,12 +24,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BATCH, LENGTH, VOCAB = 4, 250, 1024
-NUM_STEPS, NUM_ROUNDS = 3, 7
 MIB = 2**20
 
 
 def main() -> None:
     """Train with both backends and compare losses, memory and time."""
+    parser = argparse.ArgumentParser(description="Train a small Llama with torch.compile's default and with remat.")
+    parser.add_argument("--steps", type=int, default=3, help="training steps with each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of timing (default: %(default)s)")
+    arguments = parser.parse_args()
     started = time.perf_counter()
     torch.set_num_threads(1)  # steady times; both backends gain alike from more
     torch.manual_seed(0)
@@ -52,7 +56,7 @@ def main() -> None:
             "default": torch.compile(model),
             "remat": torch.compile(model, backend="remat", options={"dump": folder}),
         }
-        losses = {name: train(name, model, step, tokens) for name, step in compiled.items()}
+        losses = {name: train(name, model, step, tokens, arguments.steps) for name, step in compiled.items()}
         plans = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
 
     print("\nloss per step" + "".join(f"\n  {name:8}" + "".join(f"{x:10.6f}" for x in losses[name]) for name in losses))
@@ -66,8 +70,9 @@ def main() -> None:
         print(f"  {name:8}{peak / MIB:8.1f} MiB")
     print(f"  ratio   {peaks['remat'] / peaks['default']:8.2f}")
 
-    seconds = interleaved_seconds({name: lambda f=f: run_step(model, f, tokens) for name, f in compiled.items()})
-    print(f"\nstep time, median of {NUM_ROUNDS} interleaved rounds")
+    steps = {name: lambda f=f: run_step(model, f, tokens) for name, f in compiled.items()}
+    seconds = interleaved_seconds(steps, arguments.rounds)
+    print(f"\nstep time, median of {arguments.rounds} interleaved rounds")
     for name, values in seconds.items():
         print(f"  {name:8}{statistics.median(values):8.3f} s")
     ratio = statistics.median(b / a for a, b in zip(seconds["default"], seconds["remat"], strict=True))
@@ -82,14 +87,16 @@ def run_step(model: torch.nn.Module, compiled: Callable[..., Any], tokens: torch
     return loss.detach()
 
 
-def train(name: str, model: torch.nn.Module, compiled: Callable[..., Any], tokens: torch.Tensor) -> list[float]:
+def train(
+    name: str, model: torch.nn.Module, compiled: Callable[..., Any], tokens: torch.Tensor, num_steps: int
+) -> list[float]:
     """Train a few steps, then put the weights back, so that every backend starts from the same ones."""
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     losses = []
-    for number in range(NUM_STEPS):
-        print(f"  {name}: step {number + 1} of {NUM_STEPS}{', compiling first' * (number == 0)} ...", flush=True)
+    for number in range(num_steps):
+        print(f"  {name}: step {number + 1} of {num_steps}{', compiling first' * (number == 0)} ...", flush=True)
         losses.append(run_step(model, compiled, tokens).item())
         optimizer.step()
     model.load_state_dict(weights)
@@ -121,10 +128,10 @@ def activation_peak(model: torch.nn.Module, compiled: Callable[..., Any], tokens
     return peak
 
 
-def interleaved_seconds(steps: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def interleaved_seconds(steps: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
     """Time steps in turns, so that a slow moment of the machine hits all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(NUM_ROUNDS):
+    for number in range(num_rounds):
         for name in sorted(steps, reverse=bool(number % 2)):
             start = time.perf_counter()
             steps[name]()
