@@ -24,7 +24,6 @@ from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import OpCall, TensorSpec, call_of, hint_of
 from .op_facts import Kind
-from .readers import Readers, find_readers
 from .torch_private import without_modes
 
 TICKS_PER_SECOND = 10**9
@@ -49,7 +48,6 @@ and products in a loop add nothing that can be seen, exp 0.4, sigmoid 0.8, erf a
 A gather reads its result's size from somewhere.
 """
 
-KERNEL_WRITE = 0.0
 ACCELERATOR_SPEEDUP = 10.0
 """How much cheaper arithmetic is there, compared with memory. Not measured: from the data sheets of current GPUs."""
 
@@ -78,12 +76,8 @@ class CostModel(Protocol):
     def recompute_seconds(self, call: OpCall) -> float:
         """What one more run of the call inside backward adds to the step."""
 
-    def move_seconds(self, num_bytes: int, device: str) -> float:
-        """How long it takes to write `num_bytes` to memory, or to read them."""
-
-    @property
-    def prices_writes(self) -> bool:
-        """Whether a recomputed value that has to be in memory again is charged for that, too."""
+    def save_seconds(self, num_bytes: int, device: str) -> float:
+        """What keeping `num_bytes` for backward adds to the step."""
 
     def cache_key(self) -> str:
         """Two models with the same key price everything alike."""
@@ -101,8 +95,7 @@ class Costs:
 def price(graph: JointGraph, model: CostModel) -> Costs:
     """Price every forward-side value of a graph."""
     asked = _Asked(model)
-    readers = find_readers(graph)
-    rows = [_price_node(node, role, r, asked) for node, role, r in zip(graph.nodes, graph.roles, readers, strict=True)]
+    rows = [_price_node(node, role, asked) for node, role in zip(graph.nodes, graph.roles, strict=True)]
     save_ticks, recompute_ticks, num_bytes = zip(*rows, strict=True) if rows else ((), (), ())
     return Costs(save_ticks, recompute_ticks, num_bytes)
 
@@ -121,23 +114,19 @@ class _Asked:
         return self.known[call]
 
 
-def _price_node(node: fx.Node, role: Role, readers: Readers, asked: _Asked) -> tuple[int, int, int]:
+def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int]:
     """Ticks to save, ticks to recompute, bytes."""
     if role not in (Role.INPUT, Role.FORWARD, Role.EITHER):
         return 0, 0, 0
-    num_bytes = save_ticks = 0
-    seconds = move = 0.0
+    num_bytes = save_ticks = recompute_ticks = 0
     tensor = tensor_of(node)
     if tensor is not None:
         num_bytes = hint_of(tensor.numel()) * tensor.element_size()
-        move = asked.model.move_seconds(num_bytes, tensor.device.type)
-        save_ticks = max(1, ticks(MOVES_TO_SAVE * move))
-    # What only backward needs is computed once, wherever it runs: running it there adds no arithmetic.
+        save_ticks = max(1, ticks(asked.model.save_seconds(num_bytes, tensor.device.type)))
+    # What only backward needs is computed once, wherever it runs: running it there adds nothing.
     if role is Role.FORWARD and node.op == "call_function":
-        seconds = asked.recompute_seconds(node)
-    if asked.model.prices_writes and readers.backward_kernel and node.op == "call_function":
-        seconds += KERNEL_WRITE * move
-    return save_ticks, ticks(seconds), num_bytes
+        recompute_ticks = ticks(asked.recompute_seconds(node))
+    return save_ticks, recompute_ticks, num_bytes
 
 
 def ticks(seconds: float) -> int:
@@ -169,14 +158,9 @@ class Roofline:
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
         return max(_compute_seconds(call, machine), memory)
 
-    def move_seconds(self, num_bytes: int, device: str) -> float:
-        """Bytes over bandwidth."""
-        return num_bytes / self.machine(device).bytes_per_second
-
-    @property
-    def prices_writes(self) -> bool:
-        """Recomputing for a kernel that wants its input in memory costs a write."""
-        return True
+    def save_seconds(self, num_bytes: int, device: str) -> float:
+        """Bytes over bandwidth, out and back."""
+        return MOVES_TO_SAVE * num_bytes / self.machine(device).bytes_per_second
 
     def cache_key(self) -> str:
         """The machine constants and the fractions decide the plan, so they are the key."""
@@ -186,11 +170,6 @@ class Roofline:
 @dataclass(frozen=True, slots=True)
 class Flops(Roofline):
     """Count floating-point operations only."""
-
-    @property
-    def prices_writes(self) -> bool:
-        """No: a write is no floating-point operation."""
-        return False
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Compute time of the ops that have a flop count; the rest is free."""
@@ -202,11 +181,6 @@ class Callback(Roofline):
     """A user's function for recomputation, bandwidth for keeping."""
 
     function: Callable[[OpCall], float] = field(kw_only=True)
-
-    @property
-    def prices_writes(self) -> bool:
-        """No: the user's price is the price."""
-        return False
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Ask the user."""

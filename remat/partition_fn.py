@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
         num_fwd_outputs = kwargs["num_fwd_outputs"]
-        split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self.plan_key)
+        with _paused_collector():
+            split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self.plan_key)
         if self.options.dump is not None:
             dump(split.plan, Path(self.options.dump))
         return split.forward, split.backward
@@ -53,6 +56,18 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
         # Compile caches pickle the object into their key; only the key's text may count.
         return (str, (self._cache_key,))
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Hold garbage collection: planning makes many objects that live on, and looking for cycles among them is slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def partitioner(**options: Any) -> Partitioner:
