@@ -31,9 +31,6 @@ from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload,
 class Reason(Enum):
     """Why a value got its action; the text is what errors and dumps print."""
 
-    INPUT = "an input of the graph, there anyway"
-    CONSTANT = "an attribute of the module, there anyway"
-    SYMBOLIC = "a number, kept at no cost"
     ON_CUT = "on the cheapest cut"
     OFF_CUT = "cheaper to recompute than to keep"
     BACKWARD_ONLY = "only backward needs it"
