@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,19 @@ import zoo
 from harness import Engine, OpCounter, recompute_is_free
 
 NUM_STEPS = 3
-# The two whose graphs the C++ compiler is done with soonest, and the one with batch norm and in-place ops.
-QUICK_WITH_INDUCTOR = ("gpt2", "resnet", "lstm")
+COST_MODELS = ("roofline", recompute_is_free)
+# The C++ compiler takes its time: by default only a transformer and the one with batch norm and in-place ops.
+QUICK_WITH_INDUCTOR = {("gpt2", "roofline"), ("resnet", recompute_is_free)}
 
 every_model = pytest.mark.parametrize("name", list(zoo.ZOO))
-every_model_by_cost_of_inductor = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK_WITH_INDUCTOR else [pytest.mark.slow]) for name in zoo.ZOO],
+every_cost_model = pytest.mark.parametrize("cost_model", COST_MODELS)
+every_model_and_cost_model = pytest.mark.parametrize(
+    ("name", "cost_model"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_WITH_INDUCTOR else [pytest.mark.slow])
+        for case in itertools.product(zoo.ZOO, COST_MODELS)
+    ],
 )
-every_cost_model = pytest.mark.parametrize("cost_model", ["roofline", recompute_is_free])
-
 
 pytestmark = [
     # Dynamo says so of a check of the torch version inside transformers, which is as constant as its cache assumes.
@@ -87,8 +91,7 @@ def test_free_recomputation_really_recomputes(name: str) -> None:
     assert ours.num_backward_ops > 1.2 * theirs.num_backward_ops
 
 
-@every_cost_model
-@every_model_by_cost_of_inductor
+@every_model_and_cost_model
 def test_training_is_the_same_up_to_rounding_with_inductor(name: str, cost_model: Any) -> None:
     ours, theirs = train("inductor", cost_model, name), train("inductor", None, name)
     is_low_precision = any(loss.dtype == torch.bfloat16 for loss in theirs.results["losses"])
