@@ -126,6 +126,8 @@ def _is_differentiable(leaf: Any) -> bool:
 def _weighted(output: torch.Tensor) -> torch.Tensor:
     if output.is_complex():
         output = torch.view_as_real(output)
+    if output.layout is not torch.strided:
+        output = output.to_dense()
     if output.numel() == 0 or type(output) is not torch.Tensor:
         total = output.sum()
         return (total.a + 2 * total.b).double() if hasattr(total, "a") else total.double()
@@ -235,6 +237,6 @@ def detached_copy(args: Any) -> Any:
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.detach().clone(memory_format=torch.preserve_format).requires_grad_(leaf.requires_grad)
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
     return tree_map(copy_leaf, args)
