@@ -367,7 +367,7 @@ ZOO: Mapping[str, Entry] = {
         Entry(
             "llama", _llama,
             {"tiny": {**_TINY_TEXT, "dropout": 0.1},
-             "bench": {"dropout": 0.0, "vocab": 2048, "width": 256, "layers": 8, "heads": 8, "batch": 5,
+             "bench": {"dropout": 0.0, "vocab": 2048, "width": 256, "layers": 8, "heads": 8, "batch": 6,
                        "length": 250}},
             takes_attention=True,
         ),
