@@ -19,6 +19,7 @@ from harness import recompute_is_free, recompute_is_ruinous
 from remat.passes.errors import OptionError
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import remat
 from remat.options import Options
@@ -164,7 +165,7 @@ def test_cost_model_that_returns_no_price_is_refused(seconds: Any, message: str)
 def test_option_of_inductor_reaches_inductor() -> None:
     seen: list[bool] = []
 
-    class Spy(torch._inductor.custom_graph_pass.CustomGraphPass):
+    class Spy(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             seen.append(torch._inductor.config.epilogue_fusion)
 
@@ -321,7 +322,8 @@ compiled(torch.randn(2, 6, 16)).sum().backward()
     for seed in ("0", "1"):
         folder = tmp_path / seed
         command = [sys.executable, str(script), str(folder)]
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / "constants")}
+        subprocess.run(command, env=environment, check=True, capture_output=True)
         plans.append([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
     assert plans[0]
     assert plans[0] == plans[1]

@@ -26,6 +26,7 @@ from harness import (
     count_backward_ops,
     every_engine,
     every_engine_by_default,
+    identity,
     recompute_is_free,
     recompute_is_ruinous,
     take_step,
@@ -228,7 +229,7 @@ def test_gradient_flows_through_an_input_that_is_changed_in_place(engine: Engine
         return leaf.grad.clone()
 
     # Not compared with the engine alone: inductor without remat raises autograd's error for a changed tensor here.
-    torch.testing.assert_close(run(engine.compile), run(lambda program: program))
+    torch.testing.assert_close(run(engine.compile), run(identity))
 
 
 @every_engine
@@ -448,7 +449,7 @@ def test_compiled_autograd(engine: Engine) -> None:
         compile_program(net)(rows()).exp().sum().backward()
         return [parameter.grad for parameter in net.parameters()]
 
-    expected = gradients(lambda program: program)
+    expected = gradients(identity)
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.testing.assert_close(gradients(engine.compile), expected)
 
@@ -495,7 +496,7 @@ def test_unused_output_costs_no_gradient_of_the_others(engine: Engine) -> None:
 
     ours, theirs = run(engine.compile), run(engine.compile_without_remat)
     torch.testing.assert_close(ours[0], theirs[0])
-    torch.testing.assert_close(ours[0], run(lambda program: program)[0])
+    torch.testing.assert_close(ours[0], run(identity)[0])
     assert (ours[1] is None) == (theirs[1] is None)
 
 
@@ -513,7 +514,7 @@ def test_graph_may_be_run_backward_twice(engine: Engine) -> None:
     # Torch's own condition for several backwards: saved tensors are not handed to backward's kernels as scratch.
     with torch._functorch.config.patch(donated_buffer=False):
         ours = run(engine.compile)
-    torch.testing.assert_close(ours, run(lambda program: program))
+    torch.testing.assert_close(ours, run(identity))
 
 
 @every_engine
@@ -690,7 +691,7 @@ def test_tensor_subclass_inputs_and_outputs(engine: Engine) -> None:
 
     ours = gradients(engine.compile)
     torch.testing.assert_close(ours, gradients(engine.compile_without_remat))
-    torch.testing.assert_close(ours, gradients(lambda program: program))
+    torch.testing.assert_close(ours, gradients(identity))
 
 
 @every_engine
@@ -709,7 +710,7 @@ def test_tensor_subclass_inside_a_tensor_subclass(engine: Engine) -> None:
         assert count.item() == 1
         return [x.grad.a.a, x.grad.a.b, x.grad.b.a, x.grad.b.b]
 
-    torch.testing.assert_close(gradients(engine.compile), gradients(lambda program: program))
+    torch.testing.assert_close(gradients(engine.compile), gradients(identity))
 
 
 class Casts(nn.Module):
@@ -777,7 +778,7 @@ def test_one_dynamic_graph_serves_every_size(engine: Engine) -> None:
     torch._dynamo.utils.counters.clear()
     ours = run(engine.compile, dynamic=True, fullgraph=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch.testing.assert_close(ours, run(lambda program: program))
+    torch.testing.assert_close(ours, run(identity))
 
 
 @every_engine
