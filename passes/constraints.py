@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -48,6 +49,8 @@ class Reason(Enum):
     MUTATED_INPUT = "an input that forward overwrites; backward gets a copy of the old data"
     DISCRETE = "chooses among elements, and a last-bit difference would choose others"
     DATA_DEPENDENT = "its size or number depends on data"
+    NO_DEVICE = "draws random numbers, and the call does not say on which device"
+    LAYOUT = "a view by absolute strides, which a copy of its base may not have"
     UNKNOWN_OPERATOR = "higher-order op that is not known to be free of effects"
     EXPLICIT_GENERATOR = "draws from an explicit generator, whose state is not replayed"
 
@@ -79,7 +82,7 @@ class Constraints:
 def find_constraints(graph: JointGraph) -> Constraints:
     """Find what may be done with each value on the forward side."""
     tainted = _aliases_of(graph, _mutated_inputs(graph))
-    written = _written_in_place(graph) - tainted
+    written = (_written_in_place(graph) - tainted) | _written_within_backward(graph)
     found: list[Constraint | None] = []
     for i, role in enumerate(graph.roles):
         found.append(_constraint(graph, i, tainted, written, found) if role in _FORWARD_SIDE else None)
@@ -97,7 +100,8 @@ def _constraint(
         return FREE
     if node.op == "placeholder":
         return Constraint(no_recompute=Reason.MUTATED_INPUT) if i in tainted else FREE
-    by_nature = Constraint(no_save=_cannot_save(graph, i), no_recompute=_cannot_recompute(graph, i, written, found))
+    no_recompute = _cannot_recompute(graph, i, tainted, written, found)
+    by_nature = Constraint(no_save=_cannot_save(graph, i), no_recompute=no_recompute)
     return _under_policy(graph, i, by_nature, found)
 
 
@@ -111,7 +115,7 @@ def _cannot_save(graph: JointGraph, i: int) -> Reason | None:
 
 
 def _cannot_recompute(
-    graph: JointGraph, i: int, written: set[int], found: Sequence[Constraint | None]
+    graph: JointGraph, i: int, tainted: set[int], written: set[int], found: Sequence[Constraint | None]
 ) -> Reason | None:
     node, op = graph.nodes[i], graph.facts[i]
     assert op is not None
@@ -127,9 +131,23 @@ def _cannot_recompute(
         (op.reads_data or "unbacked_bindings" in node.meta, Reason.DATA_DEPENDENT),
         (any(j in written for j in graph.inputs[i]), Reason.READS_WRITTEN),
         (op.is_random and _has_generator(node), Reason.EXPLICIT_GENERATOR),
-        (op.is_discrete and _policy_of(node) is not CheckpointPolicy.MUST_RECOMPUTE, Reason.DISCRETE),
+        (op.is_random and not _has_device(node), Reason.NO_DEVICE),
+        (base_is_viewed(graph, i) and _reads_layout(graph, i, tainted), Reason.LAYOUT),
+        (op.is_discrete and _runs_twice(graph, i), Reason.DISCRETE),
     )
     return next((reason for holds, reason in checks if holds), None)
+
+
+def _runs_twice(graph: JointGraph, i: int) -> bool:
+    """True if recomputing would repeat what forward did, and nobody insists on that."""
+    return graph.roles[i] is Role.FORWARD and _policy_of(graph.nodes[i]) is not CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _reads_layout(graph: JointGraph, i: int, tainted: set[int]) -> bool:
+    """True for a view by absolute strides of memory that backward would have only in another layout."""
+    is_absolute = graph.nodes[i].target is torch.ops.aten.as_strided.default
+    base = base_of(graph, i)
+    return is_absolute and (base in tainted or graph.roles[base] is not Role.INPUT)
 
 
 # -------------------------------------------------------------------------------------------------- policies
@@ -139,7 +157,8 @@ def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Seque
     """Add what the region's policy asks for. PREFER_RECOMPUTE yields where an op cannot be run again."""
     node, policy = graph.nodes[i], _policy_of(graph.nodes[i])
     if policy is None:
-        asked = graph.roles[i] is Role.EITHER and _reads_recomputed(graph, i, found)
+        is_free_to_choose = graph.roles[i] is Role.EITHER and by_nature.no_recompute is None
+        asked = is_free_to_choose and _reads_recomputed(graph, i, found)
         return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE) if asked else by_nature
     if policy is CheckpointPolicy.MUST_RECOMPUTE:
         return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
@@ -187,6 +206,11 @@ def _has_generator(node: fx.Node) -> bool:
     return node.kwargs.get("generator") is not None
 
 
+def _has_device(node: fx.Node) -> bool:
+    """True if a call says on which device it draws, as replaying its generator needs to know."""
+    return node.kwargs.get("device") is not None or any(tensor_of(a) is not None for a in node.all_input_nodes)
+
+
 def _body_is_impure(graph: JointGraph, node: fx.Node) -> bool:
     """True if a graph that the operator runs has effects, draws random numbers or reads data."""
     calls = [call for body in subgraphs_of(graph, node) for call in _all_calls(body)]
@@ -211,7 +235,7 @@ def _mutated_inputs(graph: JointGraph) -> set[int]:
         if node.op == "placeholder" and whole_descriptor(node.meta.get("desc")) in overwritten
     }
     for i in _in_place_ops(graph):
-        mutated |= {j for j in _written_arguments(graph, i) if graph.roles[j] is Role.INPUT}
+        mutated |= {j for j in written_arguments(graph, i) if graph.roles[j] is Role.INPUT}
     return mutated
 
 
@@ -223,7 +247,28 @@ def _in_place_ops(graph: JointGraph) -> list[int]:
     ]
 
 
-def _written_arguments(graph: JointGraph, i: int) -> set[int]:
+def split_closing_writes(graph: JointGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Backward's nodes before its closing run of in-place writes, and that run."""
+    order = graph.backward_order
+    end = len(order)
+    while end and _is_write(graph, order[end - 1]):
+        end -= 1
+    return order[:end], order[end:]
+
+
+def _is_write(graph: JointGraph, i: int) -> bool:
+    op = graph.facts[i]
+    return op is not None and op.is_mutating
+
+
+def _written_within_backward(graph: JointGraph) -> set[int]:
+    """What backward overwrites before it is done, with all views: nothing may be recomputed from it."""
+    body, _ = split_closing_writes(graph)
+    bases = {j for i in body if _is_write(graph, i) for j in written_arguments(graph, i)}
+    return _aliases_of(graph, bases)
+
+
+def written_arguments(graph: JointGraph, i: int) -> set[int]:
     """The values whose memory an in-place op writes, views followed to their base."""
     node = graph.nodes[i]
     assert isinstance(node.target, OpOverload)
@@ -234,7 +279,7 @@ def _written_arguments(graph: JointGraph, i: int) -> set[int]:
         value = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(item, fx.Node):
-                written.add(_base_of(graph, graph.resolve(item)))
+                written.add(base_of(graph, graph.resolve(item)))
     return written
 
 
@@ -249,7 +294,7 @@ def base_is_viewed(graph: JointGraph, i: int) -> bool:
     return graph.nodes[i].target is operator.getitem and parent is not None and parent.is_view
 
 
-def _base_of(graph: JointGraph, i: int) -> int:
+def base_of(graph: JointGraph, i: int) -> int:
     """Follow views to the value whose storage they share."""
     while base_is_viewed(graph, i):
         i = graph.inputs[i][0]
@@ -268,5 +313,5 @@ def _aliases_of(graph: JointGraph, bases: set[int]) -> set[int]:
 
 def _written_in_place(graph: JointGraph) -> set[int]:
     """Intermediates that an op of the graph overwrites, with all their views."""
-    bases = {j for i in _in_place_ops(graph) for j in _written_arguments(graph, i)}
+    bases = {j for i in _in_place_ops(graph) for j in written_arguments(graph, i)}
     return _aliases_of(graph, {j for j in bases if graph.roles[j] is not Role.INPUT})

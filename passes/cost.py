@@ -11,6 +11,7 @@ Callback   a user's function, `fn(call: OpCall) -> float` seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,12 +20,15 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from .errors import OptionError
+from .errors import OptionError, RematError
 from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import OpCall, TensorSpec, call_of, hint_of
 from .op_facts import Kind
 from .torch_private import without_modes
+
+LONGEST_SECONDS = 1e9
+"""A price above this is taken for a mistake."""
 
 TICKS_PER_SECOND = 10**9
 """Prices are whole numbers, so that equal graphs give equal plans: one tick is a nanosecond."""
@@ -110,8 +114,17 @@ class _Asked:
     def recompute_seconds(self, node: fx.Node) -> float:
         call = call_of(node)
         if call not in self.known:
-            self.known[call] = self.model.recompute_seconds(call)
+            self.known[call] = _checked(self.model.recompute_seconds(call), call)
         return self.known[call]
+
+
+def _checked(seconds: float, call: OpCall) -> float:
+    if not 0.0 <= seconds <= LONGEST_SECONDS:
+        raise OptionError(
+            f"the cost model returned {seconds!r} for {call.target}; "
+            f"a price is a number of seconds from 0 to {LONGEST_SECONDS:g}"
+        )
+    return seconds
 
 
 def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int]:
@@ -131,8 +144,6 @@ def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int
 
 def ticks(seconds: float) -> int:
     """Seconds as a whole number of ticks."""
-    if not 0.0 <= seconds < float("inf"):
-        raise OptionError(f"the cost model returned {seconds!r} seconds; a price is a finite number, zero or more")
     return round(seconds * TICKS_PER_SECOND)
 
 
@@ -184,12 +195,16 @@ class Callback(Roofline):
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Ask the user."""
-        seconds = self.function(call)
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise OptionError(
-                f"the cost model returned {seconds!r} for {call.target}; it must return seconds as a number"
-            )
-        return float(seconds)
+        with without_modes():
+            seconds = self.function(call)
+            if isinstance(seconds, (bool, str)) or not hasattr(seconds, "__float__"):
+                raise OptionError(
+                    f"the cost model returned {seconds!r} for {call.target}; it must return seconds as a number"
+                )
+            try:
+                return float(seconds)
+            except OverflowError:
+                return math.inf
 
     def cache_key(self) -> str:
         """The function's code and constants."""
@@ -216,13 +231,12 @@ def flops_of(call: OpCall) -> int:
         return 0
     with without_modes():
         outputs = tuple(_as_meta(o) for o in call.outputs)
-        return int(
-            formula(
-                *[_as_meta(a) for a in call.args],
-                **{name: _as_meta(value) for name, value in call.kwargs},
-                out_val=outputs if len(outputs) > 1 else outputs[0],
-            )
-        )
+        args = [_as_meta(a) for a in call.args]
+        kwargs = {name: _as_meta(value) for name, value in call.kwargs}
+        try:
+            return int(formula(*args, **kwargs, out_val=outputs if len(outputs) > 1 else outputs[0]))
+        except Exception as error:
+            raise RematError(f"the flop formula registered for {call.target} raised {error!r}") from error
 
 
 def _as_meta(arg: Any) -> Any:

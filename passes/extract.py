@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from . import rng
-from .constraints import Constraints
+from .constraints import Constraints, written_arguments
 from .joint_graph import (
     PARTITIONER_TAG,
     JointGraph,
@@ -154,6 +154,8 @@ class _Handed:
     """The joint node it stands for in backward; None for a generator state."""
     state_of: int | None = None
     """The random op whose generator state it is."""
+    target_of: int | None = None
+    """The input that backward writes to, where it reads a copy of its old contents."""
 
 
 def _hand_over(
@@ -172,7 +174,15 @@ def _hand_over(
         kept = _copied(forward, env[i]) if i in constraints.saved_by_copy else env[i]
         handed.append(_Handed(kept, _kind_of(node), i))
     handed += [_Handed(state, _Kind.CHECKED, None, state_of=i) for i, state in states.items()]
+    targets = _write_targets(graph, schedule) & constraints.saved_by_copy
+    handed += [_Handed(env[i], _kind_of(graph.nodes[i]), None, target_of=i) for i in sorted(targets)]
     return handed + _missing_symbols(graph, handed, env)
+
+
+def _write_targets(graph: JointGraph, schedule: Schedule) -> set[int]:
+    """The inputs that backward writes to in place."""
+    writes = [i for i in schedule.events if (op := graph.facts[i]) is not None and op.is_mutating]
+    return {j for i in writes for j in written_arguments(graph, i) if graph.roles[j] is Role.INPUT}
 
 
 def _copied(forward: fx.Graph, node: fx.Node) -> fx.Node:
@@ -235,7 +245,7 @@ def _forward_rank(handed: _Handed) -> tuple[int, int]:
 
 def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Handed]) -> fx.Graph:
     backward = fx.Graph()
-    env, states = _backward_inputs(graph, handed, backward)
+    env, states, targets = _backward_inputs(graph, handed, backward)
 
     def lookup(node: fx.Node) -> fx.Node:
         i = graph.resolve(node)
@@ -243,12 +253,15 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
             env[i] = backward.node_copy(node)
         return env[i]
 
+    def lookup_to_write(node: fx.Node) -> fx.Node:
+        return targets.get(graph.resolve(node)) or lookup(node)
+
     for i in schedule.events:
-        node = graph.nodes[i]
+        node, op = graph.nodes[i], graph.facts[i]
         if i in states:
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
         else:
-            new = backward.node_copy(node, lookup)
+            new = backward.node_copy(node, lookup_to_write if op is not None and op.is_mutating else lookup)
         if graph.roles[i] is not Role.BACKWARD:
             new.meta[COPY_TAG] = node.name
             new.meta[PARTITIONER_TAG] = "is_backward"
@@ -265,19 +278,22 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
 
 def _backward_inputs(
     graph: JointGraph, handed: Sequence[_Handed], backward: fx.Graph
-) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """Add the placeholders of backward; return the nodes of the values and of the generator states."""
+) -> tuple[dict[int, fx.Node], dict[int, fx.Node], dict[int, fx.Node]]:
+    """Add the placeholders of backward; return the nodes of values, of generator states and of inputs to write to."""
     env: dict[int, fx.Node] = {}
     states: dict[int, fx.Node] = {}
+    targets: dict[int, fx.Node] = {}
     for h in _in_backward_order(handed):
         placeholder = _placeholder(backward, h.node)
         if h.position is not None:
             env[h.position] = placeholder
         if h.state_of is not None:
             states[h.state_of] = placeholder
+        if h.target_of is not None:
+            targets[h.target_of] = placeholder
     for i in backward_inputs(graph):
         env[i] = _placeholder(backward, graph.nodes[i])
-    return env, states
+    return env, states, targets
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -2,60 +2,79 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
+import sys
 import uuid
-from collections.abc import Callable
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
+
+_VERSIONED = frozenset({"torch", "numpy", "sympy", "networkx", "remat", *sys.stdlib_module_names})
+"""Packages whose content changes only with a version that is in every key, or with Python's own."""
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Describe a callable by its code, constants, defaults and closed-over values.
+    """Describe a callable by its code, constants, defaults, attributes, and the values it closes over or reads.
 
-    What cannot be described (an object with hidden state) gets a random text: it never hits a cache, and so never a
-    wrong entry.
+    What cannot be described (an object with hidden state, a module of the user's) gets a random text: it never hits a
+    cache, and so never a wrong entry.
     """
     return hashlib.sha256("\n".join(_describe(function, ())).encode()).hexdigest()[:16]
 
 
-def _describe(value: Any, above: tuple[int, ...]) -> list[str]:
-    """Lines that stand for a value; `above` holds the functions around it, so that recursion ends."""
-    if isinstance(value, FunctionType):
-        return _describe_function(value, above)
-    if isinstance(value, functools.partial):
-        return ["partial", *_describe((value.func, value.args, tuple(sorted(value.keywords.items()))), above)]
-    if isinstance(value, CodeType):
-        return [value.co_code.hex(), repr(value.co_names), *_describe(value.co_consts, above)]
-    if isinstance(value, (tuple, list)):
-        return [type(value).__name__, *(line for item in value for line in _describe(item, above))]
-    if isinstance(value, dict):
-        return _describe(tuple(value.items()), above)
-    if isinstance(value, (frozenset, set)):
-        return ["set", *sorted(repr(item) for item in value)]
-    if value is None or isinstance(value, (str, bytes, int, float, complex, bool)):
-        return [f"{type(value).__name__} {value!r}"]
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    # Classes and functions of these packages change only with their versions, which are in every key.
-    if name and getattr(value, "__module__", "").split(".")[0] in ("builtins", "math", "torch", "remat"):
-        return [f"{value.__module__}.{name}"]
-    return [_unknown(value)]
+def _describe(value: Any, above: tuple[int, ...]) -> Iterator[str]:
+    """Lines that stand for a value; `above` holds what it is inside of, so that cycles end."""
+    if id(value) in above:
+        yield "cycle"
+    elif value is None or isinstance(value, (str, bytes, int, float, complex, bool)):
+        yield f"{type(value).__name__} {value!r}"
+    elif _is_versioned(value):
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif isinstance(value, ModuleType):
+        yield f"module {value.__name__}" if value.__name__.split(".")[0] in _VERSIONED else _unknown(value)
+    else:
+        yield type(value).__name__
+        for part in _parts(value):
+            yield from _describe(part, (*above, id(value)))
 
 
-def _describe_function(function: FunctionType, above: tuple[int, ...]) -> list[str]:
-    name = f"{function.__module__}.{function.__qualname__}"
-    if id(function) in above:
-        return [name]
-    above = (*above, id(function))
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    used = {n: function.__globals__[n] for n in _names_in(function.__code__) if n in function.__globals__}
-    return [
-        name,
-        *_describe(function.__code__, above),
-        *_describe((function.__defaults__, function.__kwdefaults__ or {}), above),
-        *_describe(cells, above),
-        *(line for name, value in sorted(used.items()) for line in [name, *_describe_global(value, above)]),
-    ]
+def _is_versioned(value: Any) -> bool:
+    """True for classes and plain functions of a package with a version."""
+    module = getattr(value, "__module__", None)
+    is_named = isinstance(getattr(value, "__qualname__", None), str) and "<locals>" not in value.__qualname__
+    is_plain = getattr(value, "__self__", None) is None
+    return is_named and is_plain and isinstance(module, str) and module.split(".")[0] in _VERSIONED
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a value consists of; something random for what hides its parts."""
+    match value:
+        case FunctionType():
+            yield from (value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+            yield from value.__closure__ or ()
+            names = sorted(_names_in(value.__code__))
+            yield from ((name, value.__globals__[name]) for name in names if name in value.__globals__)
+        case CodeType():
+            yield from (value.co_code, value.co_names, value.co_consts)
+            if not _imported_in(value) <= _VERSIONED:
+                yield _unknown(value)
+        case CellType():
+            try:
+                yield value.cell_contents
+            except ValueError:  # not filled yet
+                yield "empty"
+        case functools.partial():
+            yield from (value.func, value.args, value.keywords)
+        case tuple() | list():
+            yield from value
+        case dict():
+            yield from value.items()
+        case set() | frozenset():
+            yield from sorted(repr(item) for item in value)
+        case _:
+            yield _unknown(value)
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -64,11 +83,9 @@ def _names_in(code: CodeType) -> set[str]:
     return {*code.co_names, *(name for part in inner for name in _names_in(part))}
 
 
-def _describe_global(value: Any, above: tuple[int, ...]) -> list[str]:
-    """Functions and constants count by content; modules by name, since their content is versioned elsewhere."""
-    if isinstance(value, ModuleType):
-        return [f"module {value.__name__} {getattr(value, '__version__', '')}"]
-    return _describe(value, above)
+def _imported_in(code: CodeType) -> set[str]:
+    """Packages that a function imports when it runs."""
+    return {str(i.argval).split(".")[0] for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
 
 
 def _unknown(value: Any) -> str:

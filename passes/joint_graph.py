@@ -90,6 +90,8 @@ class JointGraph:
         """Find duplicates, roles and needs of a joint graph."""
         *nodes, output = module.graph.nodes
         outputs = _leaves(output.args[0])
+        if not 0 <= num_fwd_outputs <= len(outputs):
+            raise ValueError(f"num_fwd_outputs={num_fwd_outputs}, but the joint graph has {len(outputs)} outputs")
         facts = tuple(facts_of(n.target) if n.op == "call_function" else None for n in nodes)
         index = {node: i for i, node in enumerate(nodes)}
         same_as = _number_values(nodes, facts, index, [o for o in outputs if isinstance(o, fx.Node)])
@@ -289,8 +291,11 @@ def _find_roles(
 ) -> tuple[Role, ...]:
     kept = [i for i, node in enumerate(nodes) if same_as[i] == i and _runs_for_its_effect(node, facts[i])]
     in_backward = _bound_to_backward(nodes, facts, inputs, _ancestors(forward_outputs, inputs, len(nodes)))
-    forward = _ancestors([*forward_outputs, *(i for i in kept if not in_backward[i])], inputs, len(nodes))
     backward = _ancestors([*backward_outputs, *(i for i in kept if in_backward[i])], inputs, len(nodes))
+    # What runs once and was traced in forward runs there, also if only backward reads its result.
+    once = [i for i, op in enumerate(facts) if backward[i] and op is not None and not op.is_pure]
+    forward_roots = [*forward_outputs, *(i for i in (*kept, *once) if not in_backward[i])]
+    forward = _ancestors(forward_roots, inputs, len(nodes))
     return tuple(
         _role(node, in_backward[i], forward[i], backward[i]) if same_as[i] == i else Role.DEAD
         for i, node in enumerate(nodes)
@@ -333,8 +338,8 @@ def _bound_to_backward(
             is_tagged_backward(node) and not (op.is_pure and not op.has_body)
         ):
             bound[i] = True
-        elif op.is_random and PARTITIONER_TAG not in node.meta and not forward_reads[i]:
-            # A custom backward draws here; in forward it would take another number from the generator.
+        elif not op.is_pure and PARTITIONER_TAG not in node.meta and not forward_reads[i]:
+            # A custom backward draws, writes or calls here; in forward it would do so too early.
             bound[i] = True
         else:
             bound[i] = any(bound[j] for j in inputs[i])

@@ -83,12 +83,15 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Read what `to_json` wrote."""
         data = json.loads(text)
-        if data.get("format") != FORMAT:
-            raise ValueError(
-                f"this plan has format {data.get('format')!r}; this version of remat reads format {FORMAT}"
-            )
-        decisions = tuple(_decision_from_dict(d) for d in data["decisions"])
-        return Plan(decisions, num_nodes=data["num_nodes"], key=data["key"])
+        if not isinstance(data, dict) or "format" not in data:
+            raise ValueError("this is no plan: a plan is a JSON object that says its format")
+        if data["format"] != FORMAT:
+            raise ValueError(f"this plan has format {data['format']!r}; this version of remat reads format {FORMAT}")
+        try:
+            decisions = tuple(_decision_from_dict(d) for d in data["decisions"])
+            return Plan(decisions, num_nodes=data["num_nodes"], key=data["key"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this plan is damaged: {error}") from error
 
     def summary(self, top: int = 10) -> str:
         """A dozen lines for a terminal: totals, then the largest saved values."""

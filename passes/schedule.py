@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .constraints import Constraints
+from .constraints import Constraints, split_closing_writes
 from .joint_graph import JointGraph, Role
 
 
@@ -29,7 +29,7 @@ def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequen
     received: set[int] = set()
     events: list[int] = []
     forward_side = (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)
-    for root in (*graph.backward_order, *_forward_values_returned(graph)):
+    for root in _roots(graph):
         stack = [root]
         while stack:
             i = stack[-1]
@@ -48,6 +48,13 @@ def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequen
             received.add(root)
     received -= set(events)
     return Schedule(tuple(events), tuple(sorted(received)))
+
+
+def _roots(graph: JointGraph) -> list[int]:
+    """What backward computes, in order. Its closing writes come last: what they overwrite may still be read."""
+    body, writes = split_closing_writes(graph)
+    sources = [j for i in writes for j in graph.inputs[i]]
+    return [*body, *sources, *_forward_values_returned(graph), *writes]
 
 
 def _forward_values_returned(graph: JointGraph) -> list[int]:

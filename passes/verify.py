@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .constraints import Constraints
+from .constraints import Constraints, base_of, written_arguments
 from .errors import VerificationError
 from .extract import COPY_TAG, Extracted
 from .joint_graph import JointGraph, Role, backward_inputs, forward_inputs
@@ -26,7 +26,16 @@ def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Sched
         constraint = constraints.of[i]
         if constraint is None or (constraint.no_save is not None and not constraint.is_free):
             raise VerificationError(f"`{graph.nodes[i].name}` is handed to backward although it may not be saved")
+    overwritten: set[int] = set()
     for i in schedule.events:
+        stale = [j for j in graph.inputs[i] if graph.roles[i] is not Role.BACKWARD and base_of(graph, j) in overwritten]
+        if stale:
+            raise VerificationError(
+                f"`{graph.nodes[i].name}` is recomputed after backward has overwritten `{graph.nodes[stale[0]].name}`"
+            )
+        op = graph.facts[i]
+        if op is not None and op.is_mutating:
+            overwritten |= written_arguments(graph, i)
         late = [j for j in graph.inputs[i] if j not in there]
         if late:
             raise VerificationError(
@@ -68,7 +77,7 @@ def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
         for i, op in enumerate(graph.facts)
         if op is not None and (op.is_mutating or op.is_collective or op.is_effectful)
     }
-    expected = sum(graph.roles[i] in (Role.FORWARD, Role.BACKWARD) for i in run_once)
+    expected = sum(graph.roles[i] is not Role.DEAD for i in run_once)
     found = sum(_runs_once(node) for node in (*forward, *backward))
     if found != expected:
         raise VerificationError(

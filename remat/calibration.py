@@ -42,14 +42,16 @@ def _machine(device: str) -> Machine:
         return remembered
     machine = measure(device)
     _write(path, machine)
-    return machine
+    # Of processes that start together the first to write wins, and all use its figures.
+    return _read(path) or machine
 
 
 def measure(device: str) -> Machine:
     """Time a matrix product, and a copy that is too large for the caches."""
-    with without_modes(), torch.no_grad():
-        matrix = torch.full((1024, 1024), 0.5, device=device)
-        large, other = (torch.full((2**24,), 0.5, device=device) for _ in range(2))
+    like: Any = {"device": device, "dtype": torch.float32}
+    with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
+        matrix = torch.full((1024, 1024), 0.5, **like)
+        large, other = (torch.full((2**24,), 0.5, **like) for _ in range(2))
         product = _seconds(lambda: matrix @ matrix, device)
         copy = _seconds(lambda: other.copy_(large), device)
     return Machine(
@@ -90,8 +92,16 @@ def _cache_file(device: str) -> Path:
         else torch.get_device_module(device).get_device_name()
     )
     about = f"{device} {name} {platform.node()} {os.cpu_count()} {torch.get_num_threads()} {torch.__version__}"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "remat"
-    return folder / f"machine-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
+    return _cache_folder() / f"machine-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
+
+
+def _cache_folder() -> Path:
+    """The user's cache folder; a user without a home has the system's temporary one."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "remat"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "remat"
 
 
 def _read(path: Path) -> Machine | None:
@@ -102,12 +112,15 @@ def _read(path: Path) -> Machine | None:
 
 
 def _write(path: Path, machine: Machine) -> None:
-    """Replace the file in one step; a machine without a writable home measures once per process."""
+    """Make the file in one step, unless a sound one is there; without a writable folder each process measures."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
             json.dump(asdict(machine), file)
-        os.replace(file.name, path)
+            file.flush()
+            if _read(path) is None:
+                path.unlink(missing_ok=True)
+            os.link(file.name, path)
     except OSError:
         return
 
@@ -128,7 +141,9 @@ class Profile(Roofline):
 @cache
 def measured_seconds(call: OpCall) -> float | None:
     """Run a call on real tensors and time it; None if it does not run on made-up data."""
-    if call.facts.has_body or not call.facts.is_pure:
+    # An op of the user's own may do anything when it is run on made-up data.
+    is_torchs = getattr(call.target, "namespace", None) in ("aten", "prims")
+    if not is_torchs or not call.facts.is_pure:
         return None
     with without_modes(), torch.no_grad():
         try:

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_origin
 
 import torch.fx as fx
@@ -83,11 +84,19 @@ def _cost_model(value: Any) -> str | CostFunction:
 
 
 def _dump(value: Any) -> str | None:
+    name = "dump"
     if value is None:
-        return os.environ.get("REMAT_DUMP") or None
-    if isinstance(value, (str, os.PathLike)):
-        return str(os.fspath(value))
-    raise OptionError(f"dump={value!r}: expected None or the path of a folder")
+        name, value = "REMAT_DUMP", os.environ.get("REMAT_DUMP") or None
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise OptionError(f"dump={value!r}: expected None or the path of a folder")
+    folder = Path(os.fsdecode(value)).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{name}={os.fsdecode(value)!r}: this folder cannot be made ({error.strerror})") from error
+    return str(folder)
 
 
 def _memory_budget(value: Any) -> None:

@@ -35,14 +35,15 @@ class Partitioner(CustomPartitionerFn):
         # A dump must be written each time, so what asks for one never hits a cache.
         self._cache_key = self.plan_key if options.dump is None else f"{self.plan_key}-{uuid.uuid4().hex}"
 
-    def __call__(
+    def __call__(  # type: ignore[override] # the base class has only **kwargs
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[object],  # noqa: ARG002 (part of the protocol; shapes are on the graph)
-        **kwargs: Any,
+        *,
+        num_fwd_outputs: int,
+        **_: object,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
-        num_fwd_outputs = kwargs["num_fwd_outputs"]
         with _paused_collector():
             split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self.plan_key)
         if self.options.dump is not None:

@@ -56,3 +56,34 @@ def test_measuring_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     calibration.measure("cpu")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_settings_of_the_user_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(calibration, "_seconds", lambda run, device: seen.append(run().dtype) or 1.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            calibration.measure("cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(seen) == {torch.float32}
+
+
+def test_first_process_to_write_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda device: Machine(8.0, 4.0))
+    calibration.machines()
+    (file,) = (tmp_path / "remat").glob("machine-*.json")
+    calibration._write(file, Machine(1.0, 1.0))
+    assert calibration._read(file) == Machine(8.0, 4.0)
+    assert [f.name for f in file.parent.iterdir()] == [file.name], "no temporary file is left"
+
+
+def test_user_without_a_home_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(calibration.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert calibration._cache_folder() == tmp_path / "remat"

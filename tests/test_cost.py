@@ -6,8 +6,9 @@ import pytest
 import torch
 from joints import capture, named
 from remat.passes.cost import Callback, Flops, Machine, Roofline, flops_of, price, ticks
-from remat.passes.errors import OptionError
+from remat.passes.errors import OptionError, RematError
 from remat.passes.op_call import OpCall, call_of
+from torch.utils.flop_counter import flop_registry
 
 from remat.calibration import Profile
 
@@ -122,10 +123,39 @@ def test_value_that_only_backward_needs_adds_nothing_there() -> None:
     assert costs.recompute_ticks[named(graph, "sin")] == ticks(7.0)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_impossible_price_is_refused(seconds: float) -> None:
-    with pytest.raises(OptionError, match=r"returned .* seconds; a price is a finite number, zero or more"):
-        ticks(seconds)
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300, 10**400])
+def test_impossible_price_is_refused_with_the_op_that_got_it(graph, seconds: float) -> None:
+    with pytest.raises(OptionError, match=r"returned .* for aten\..*; a price is a number of seconds from 0 to 1e\+09"):
+        price(graph, Callback(MACHINE, function=lambda call: seconds))
+
+
+def test_prices_may_be_kept_in_tensors(graph) -> None:
+    table = torch.tensor([0.5])
+    costs = price(graph, Callback(MACHINE, function=lambda call: table[0] + torch.tensor(0.5)))
+    assert costs.recompute_ticks[named(graph, "mm")] == ticks(1.0)
+
+
+def test_flop_formula_that_raises_is_named(graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> int:
+        raise KeyError("oops")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, broken)
+    with pytest.raises(RematError, match=r"the flop formula registered for aten.mm.default raised KeyError"):
+        price(graph, Roofline(MACHINE))
+
+
+def test_profile_never_runs_an_op_of_the_users_own() -> None:
+    calls = []
+
+    @torch.library.custom_op("remat_tests::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return x * 2
+
+    counted.register_fake(torch.empty_like)
+    counted.register_autograd(lambda ctx, grad: grad * 2)
+    price(capture(lambda x: counted(x).exp().sum(), torch.randn(3, requires_grad=True)).classify(), Profile(MACHINE))
+    assert calls == []
 
 
 @pytest.mark.parametrize("answer", ["fast", None, True])

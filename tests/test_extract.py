@@ -127,6 +127,20 @@ def test_plan_of_an_unknown_format_is_refused() -> None:
         Plan.from_json('{"format": 99}')
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"format": 1}', '{"format": 1, "decisions": [{}], "num_nodes": 1, "key": ""}']
+)
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"this is no plan|this plan is damaged"):
+        Plan.from_json(text)
+
+
+def test_more_forward_outputs_than_outputs_are_refused() -> None:
+    joint = capture(layers, tensor(4, 8), tensor(8, 8))
+    with pytest.raises(ValueError, match=r"num_fwd_outputs=9, but the joint graph has 3 outputs"):
+        partition(joint.module, num_fwd_outputs=9, cost_model=FREE)
+
+
 def test_decision_has_source_and_module() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Tanh())
     plan = split(capture(lambda x: model(x).sum(), tensor(2, 4)), RUINOUS).plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import torch
@@ -85,3 +86,46 @@ class Stateful:
 def test_object_with_hidden_state_never_has_the_same_fingerprint() -> None:
     model = Stateful()
     assert fingerprint(model) != fingerprint(model)
+
+
+def test_bound_builtin_never_has_the_same_fingerprint() -> None:
+    prices = {"mm": 1.0}
+    f = define("def f(call): return get(call)", get=prices.get)
+    assert fingerprint(f) != fingerprint(f)
+
+
+def test_empty_closure_cell_is_described() -> None:
+    def make() -> Callable[[], object]:
+        def f() -> object:
+            return later
+
+        before = fingerprint(f)
+        later = 1
+        assert fingerprint(f) != before, "a filled cell counts by its contents"
+        return f
+
+    assert fingerprint(make()) == fingerprint(make())
+
+
+def test_list_that_contains_itself_is_described() -> None:
+    items: list[object] = [1]
+    items.append(items)
+    f = define("def f(call): return items", items=items)
+    assert fingerprint(f) == fingerprint(f)
+
+
+def test_module_of_the_users_own_never_has_the_same_fingerprint() -> None:
+    source = "def f(call): return prices.RATE"
+    f = define(source, prices=types.ModuleType("prices"))
+    assert fingerprint(f) != fingerprint(f)
+
+
+def test_module_imported_inside_never_has_the_same_fingerprint() -> None:
+    f = define("def f(call):\n    import prices\n    return prices.RATE")
+    assert fingerprint(f) != fingerprint(f)
+
+
+def test_attribute_of_the_function_counts() -> None:
+    one, two = define("def f(call): return f.rate"), define("def f(call): return f.rate")
+    one.rate, two.rate = 1.0, 2.0  # type: ignore[attr-defined]
+    assert fingerprint(one) != fingerprint(two)
