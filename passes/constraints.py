@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .joint_graph import (
+    FORWARD_SIDE,
     POLICY_TAG,
     REGION_TAG,
     JointGraph,
@@ -85,11 +86,8 @@ def find_constraints(graph: JointGraph) -> Constraints:
     written = (_written_in_place(graph) - tainted) | _written_within_backward(graph)
     found: list[Constraint | None] = []
     for i, role in enumerate(graph.roles):
-        found.append(_constraint(graph, i, tainted, written, found) if role in _FORWARD_SIDE else None)
+        found.append(_constraint(graph, i, tainted, written, found) if role in FORWARD_SIDE else None)
     return Constraints(of=tuple(found), saved_by_copy=frozenset(tainted))
-
-
-_FORWARD_SIDE = (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)
 
 
 def _constraint(
@@ -159,7 +157,7 @@ def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Seque
     if policy is None:
         is_free_to_choose = graph.roles[i] is Role.EITHER and by_nature.no_recompute is None
         asked = is_free_to_choose and _reads_recomputed(graph, i, found)
-        return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE) if asked else by_nature
+        return replace(by_nature, no_save=Reason.POLICY_RECOMPUTE) if asked else by_nature
     if policy is CheckpointPolicy.MUST_RECOMPUTE:
         return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
     if policy is not CheckpointPolicy.PREFER_RECOMPUTE:
@@ -199,7 +197,7 @@ _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_wait(node: fx.Node) -> bool:
-    return node.op == "call_function" and "wait_tensor" in str(node.target)
+    return node.op == "call_function" and facts_of(node.target).is_wait
 
 
 def _has_generator(node: fx.Node) -> bool:

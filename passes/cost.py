@@ -52,6 +52,10 @@ and products in a loop add nothing that can be seen, exp 0.4, sigmoid 0.8, erf a
 A gather reads its result's size from somewhere.
 """
 
+UNKNOWN_WORK = 10.0
+"""How often an op without a flop count is taken to pass over its inputs and outputs. Not measured: it may be a copy, or
+a decomposition, or the user's own attention; this keeps what it computes unless memory is short."""
+
 ACCELERATOR_SPEEDUP = 10.0
 """How much cheaper arithmetic is there, compared with memory. Not measured: from the data sheets of current GPUs."""
 
@@ -167,14 +171,17 @@ class Roofline:
         if call.facts.kind in ARITHMETIC:
             return _fused_seconds(call, machine)
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
-        return max(_compute_seconds(call, machine), memory)
+        if call.facts.kind is Kind.REDUCTION:
+            return memory
+        compute = _compute_seconds(call, machine)
+        return max(compute, memory) if compute else UNKNOWN_WORK * memory
 
     def save_seconds(self, num_bytes: int, device: str) -> float:
         """Bytes over bandwidth, out and back."""
         return MOVES_TO_SAVE * num_bytes / self.machine(device).bytes_per_second
 
     def cache_key(self) -> str:
-        """The machine constants and the fractions decide the plan, so they are the key."""
+        """The machine constants; the others change only with remat's version."""
         return f"{type(self).__name__} {sorted(self.machines.items())}"
 
 

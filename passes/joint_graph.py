@@ -25,6 +25,7 @@ from .torch_private import (
     AOTInput,
     AOTOutput,
     BackwardState,
+    BackwardTokenAOTInput,
     OpOverload,
     PhiloxBackwardBaseOffsetAOTInput,
     PhiloxBackwardSeedAOTInput,
@@ -53,6 +54,10 @@ class Role(Enum):
     EITHER = "only backward needs it, but it depends on forward values alone"
     BACKWARD = "depends on a tangent, or must run in backward"
     DEAD = "nothing needs it"
+
+
+FORWARD_SIDE = (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)
+"""Roles of what can be computed before a tangent is known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +110,7 @@ class JointGraph:
         roles = _find_roles(nodes, facts, same_as, inputs, resolved(forward_outputs), resolved(backward_outputs))
         backward_order = tuple(i for i, role in enumerate(roles) if role is Role.BACKWARD)
         wanted = {j for i in backward_order for j in inputs[i]} | set(resolved(backward_outputs))
-        needed = tuple(sorted(i for i in wanted if roles[i] in (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)))
+        needed = tuple(sorted(i for i in wanted if roles[i] in FORWARD_SIDE))
         return JointGraph(
             module=module,
             nodes=tuple(nodes),
@@ -134,8 +139,9 @@ def is_tagged_backward(node: fx.Node) -> bool:
 
 def _is_given(node: fx.Node, kinds: tuple[type, ...], names: tuple[str, ...]) -> bool:
     """Recognise a placeholder by AOTAutograd's descriptor, or by its name where there is none (subgraphs have none)."""
-    if isinstance(whole_descriptor(node.meta.get("desc")), kinds):
-        return True
+    descriptor = whole_descriptor(node.meta.get("desc"))
+    if descriptor is not None:
+        return isinstance(descriptor, kinds)
     return any(name in str(node.target) for name in names)
 
 
@@ -147,8 +153,8 @@ def whole_descriptor(descriptor: Any) -> Any:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """True for the gradient of an output, which backward is called with."""
-    return _is_given(node, (TangentAOTInput,), ("tangents",))
+    """True for the gradient of an output, or a token that orders effects, which backward is called with."""
+    return _is_given(node, (TangentAOTInput, BackwardTokenAOTInput), ("tangents",))
 
 
 def is_backward_seed(node: fx.Node) -> bool:

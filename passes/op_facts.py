@@ -44,6 +44,9 @@ class OpFacts:
     draws_seed: bool = False
     """Draws the seed that later ops expand: the seed itself is what recomputation replays."""
     is_collective: bool = False
+    """Talks to other ranks."""
+    is_wait: bool = False
+    """Waits for a collective; before that, its argument is no value yet."""
     is_effectful: bool = False
     """Does something that running twice would do twice."""
     is_mutating: bool = False
@@ -59,6 +62,11 @@ class OpFacts:
 
     is_unknown: bool = False
     """A higher-order operator of which nobody said what it does."""
+
+    @property
+    def runs_once(self) -> bool:
+        """A second run would write, send or print a second time."""
+        return self.is_mutating or self.is_collective or self.is_effectful
 
     @property
     def is_pure(self) -> bool:
@@ -134,7 +142,7 @@ _DISCRETE = _names(
     """
     topk sort argsort argmax argmin msort kthvalue mode median nanmedian max_pool2d_with_indices
     max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
-    _low_memory_max_pool_with_offsets prims::_low_memory_max_pool_with_offsets cummax cummin searchsorted bucketize
+    prims::_low_memory_max_pool_with_offsets cummax cummin searchsorted bucketize
     unique_consecutive unique_dim _unique2 histc bincount segment_reduce
     """
 )
@@ -161,6 +169,7 @@ _SEEDED = _names(
 )
 # Its kernel returns its input's storage although the schema does not say so.
 _SILENT_VIEWS = _names("_unsafe_view _reshape_alias")
+# Libraries whose every op talks to other ranks, or acts on storages, streams or generators behind the graph's back.
 _COLLECTIVE_NAMESPACES = frozenset(
     ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor"]
 )
@@ -195,6 +204,7 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_random=is_random,
         draws_seed=name in _SEEDS,
         is_collective=op.namespace in _COLLECTIVE_NAMESPACES,
+        is_wait=op.namespace in _COLLECTIVE_NAMESPACES and "wait_tensor" in name,
         is_effectful=op.namespace in _EFFECTFUL_NAMESPACES,
         is_mutating=op._schema.is_mutable,
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from .constraints import Constraints, split_closing_writes
-from .joint_graph import JointGraph, Role
+from .joint_graph import FORWARD_SIDE, JointGraph, Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,6 @@ def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequen
     available |= given | {i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT}
     received: set[int] = set()
     events: list[int] = []
-    forward_side = (Role.INPUT, Role.CONSTANT, Role.FORWARD, Role.EITHER)
     for root in _roots(graph):
         stack = [root]
         while stack:
@@ -43,8 +42,8 @@ def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequen
             stack.pop()
             available.add(i)
             events.append(i)
-            received.update(j for j in graph.inputs[i] if graph.roles[j] in forward_side)
-        if graph.roles[root] in forward_side:
+            received.update(j for j in graph.inputs[i] if graph.roles[j] in FORWARD_SIDE)
+        if graph.roles[root] in FORWARD_SIDE:
             received.add(root)
     received -= set(events)
     return Schedule(tuple(events), tuple(sorted(received)))

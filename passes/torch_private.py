@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
+    BackwardTokenAOTInput,
     InputMutationAOTOutput,
     PhiloxBackwardBaseOffsetAOTInput,
     PhiloxBackwardSeedAOTInput,
@@ -47,6 +48,7 @@ __all__ = [
     "AOTInput",
     "AOTOutput",
     "BackwardState",
+    "BackwardTokenAOTInput",
     "CustomPartitionerFn",
     "FakeScriptObject",
     "FakeTensor",
@@ -124,7 +126,6 @@ def functional_operators() -> frozenset[HigherOrderOperator]:
         "map_impl",
         "flex_attention",
         "flex_attention_backward",
-        "inductor_compiled_code",
     )
     return _operators(names)
 

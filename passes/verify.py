@@ -1,7 +1,7 @@
 """Check plans and extracted graphs against the rules they were made under. Runs on every compile; linear in the graph.
 
 The planner and the extractor are the likeliest places for a mistake that shows only as a slightly wrong gradient, so
-neither is trusted: these checks share no code with them beyond the data they are given.
+neither is trusted: what they decided is checked against the constraints, and what they wrote against what they decided.
 """
 
 from __future__ import annotations
@@ -56,40 +56,34 @@ def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Sched
 
 
 def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
-    """The two graphs fit together, and nothing that may run only once runs twice."""
+    """The two graphs fit together, writes reach real inputs, and nothing that may run only once runs twice."""
     forward, backward = list(extracted.forward.graph.nodes), list(extracted.backward.graph.nodes)
     _check_signatures(graph, extracted, forward, backward)
+    _check_writes(graph, backward)
     for node in backward:
         if COPY_TAG in node.meta and node.op == "call_function":
             op = facts_of(node.target)
-            if (
-                op.is_random
-                or op.draws_seed
-                or op.is_mutating
-                or op.is_collective
-                or (op.is_effectful and not op.has_body)
-            ):
+            if op.is_random or op.draws_seed or op.runs_once:
                 raise VerificationError(
                     f"backward repeats `{node.meta[COPY_TAG]}` ({node.target}), which may run only once"
                 )
-    run_once = {
-        i
-        for i, op in enumerate(graph.facts)
-        if op is not None and (op.is_mutating or op.is_collective or op.is_effectful)
-    }
-    expected = sum(graph.roles[i] is not Role.DEAD for i in run_once)
-    found = sum(_runs_once(node) for node in (*forward, *backward))
+    live = [op for op, role in zip(graph.facts, graph.roles, strict=True) if op is not None and role is not Role.DEAD]
+    expected = sum(op.runs_once for op in live)
+    found = sum(n.op == "call_function" and facts_of(n.target).runs_once for n in (*forward, *backward))
     if found != expected:
         raise VerificationError(
             f"the joint graph has {expected} ops that may run only once, the split graphs have {found}"
         )
 
 
-def _runs_once(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    op = facts_of(node.target)
-    return op.is_mutating or op.is_collective or op.is_effectful
+def _check_writes(graph: JointGraph, backward: Sequence[fx.Node]) -> None:
+    """An input that backward writes to is the input itself, not a copy of it."""
+    writes = [i for i in graph.backward_order if (op := graph.facts[i]) is not None and op.is_mutating]
+    wanted = {j for i in writes for j in written_arguments(graph, i) if graph.roles[j] is Role.INPUT}
+    given = {node.name for node in backward if node.op == "placeholder"}
+    for j in sorted(wanted):
+        if graph.nodes[j].name not in given:
+            raise VerificationError(f"backward writes to `{graph.nodes[j].name}` but has only a copy of it")
 
 
 def _check_signatures(

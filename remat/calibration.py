@@ -21,26 +21,36 @@ from typing import Any
 
 import torch
 
-from .passes.cost import ARITHMETIC, Machine, Roofline
+from .passes.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
 from .passes.op_call import OpCall, TensorSpec
 from .passes.torch_private import without_modes
 
 
 def machines() -> dict[str, Machine]:
-    """The constants of every device of this process."""
+    """The constants of the CPU, and of the accelerator if this process has started to use it."""
     devices = ["cpu"]
-    if torch.accelerator.is_available():
-        devices.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-    return {device: _machine(device) for device in devices}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and _is_in_use(accelerator.type):
+        devices.append(accelerator.type)
+    return {device: _machine(device, torch.get_num_threads()) for device in devices}
+
+
+def _is_in_use(device: str) -> bool:
+    """True once the device has a context: planning for the CPU must not start one."""
+    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+    return is_initialized is None or bool(is_initialized())
 
 
 @cache
-def _machine(device: str) -> Machine:
-    path = _cache_file(device)
+def _machine(device: str, num_threads: int) -> Machine:
+    path = _cache_file(device, num_threads)
     remembered = _read(path)
     if remembered is not None:
         return remembered
-    machine = measure(device)
+    try:
+        machine = measure(device)
+    except RuntimeError:  # the device is full, or does not do what is measured
+        return DEFAULT_MACHINE
     _write(path, machine)
     # Of processes that start together the first to write wins, and all use its figures.
     return _read(path) or machine
@@ -85,14 +95,16 @@ def _power_of_two(value: float) -> float:
 # -------------------------------------------------------------------------------------------------- the file
 
 
-def _cache_file(device: str) -> Path:
-    name = (
-        platform.processor() or platform.machine()
-        if device == "cpu"
-        else torch.get_device_module(device).get_device_name()
-    )
-    about = f"{device} {name} {platform.node()} {os.cpu_count()} {torch.get_num_threads()} {torch.__version__}"
+def _cache_file(device: str, num_threads: int) -> Path:
+    about = f"{device} {_device_name(device)} {platform.node()} {os.cpu_count()} {num_threads} {torch.__version__}"
     return _cache_folder() / f"machine-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return platform.processor() or platform.machine()
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name()) if name is not None else device
 
 
 def _cache_folder() -> Path:
@@ -106,9 +118,11 @@ def _cache_folder() -> Path:
 
 def _read(path: Path) -> Machine | None:
     try:
-        return Machine(**json.loads(path.read_text()))
+        machine = Machine(**json.loads(path.read_text()))
+        is_sound = all(isinstance(v, float) and v > 0 for v in asdict(machine).values())
     except (OSError, ValueError, TypeError):
         return None  # not there, or not ours: measure again
+    return machine if is_sound else None
 
 
 def _write(path: Path, machine: Machine) -> None:
@@ -130,7 +144,10 @@ def _write(path: Path, machine: Machine) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Profile(Roofline):
-    """Time each distinct unfused call once; price what will be fused, or cannot run alone, as roofline does."""
+    """Time each distinct unfused call once; price what will be fused, or cannot run alone, as roofline does.
+
+    Measured times vary, so plans may differ from one process to the next; a cached plan is as good as a new one.
+    """
 
     def recompute_seconds(self, call: OpCall) -> float:
         """The measured time of the call."""

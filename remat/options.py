@@ -111,7 +111,7 @@ def _mode(mode: Any, inner: Inner) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
     modes = inductor_mode_options()
-    if mode not in modes:
+    if not isinstance(mode, str) or mode not in modes:
         raise OptionError(f"mode={mode!r}: expected {_listed(modes)}")
     if inner != "inductor":
         raise OptionError(f"mode={mode!r} is a setting of inductor, but inner={inner!r}; leave it out")

@@ -118,5 +118,5 @@ def dump(plan: Plan, folder: Path) -> None:
     """Write a plan as JSON and as text."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"graph-{os.getpid()}-{next(_numbers):03}"
-    (folder / f"{stem}.json").write_text(plan.to_json())
-    (folder / f"{stem}.txt").write_text(plan.summary() + "\n")
+    (folder / f"{stem}.json").write_text(plan.to_json(), encoding="utf-8")
+    (folder / f"{stem}.txt").write_text(plan.summary() + "\n", encoding="utf-8")

@@ -34,14 +34,15 @@ def test_second_process_reads_what_the_first_measured(monkeypatch: pytest.Monkey
     assert calibration.machines() == first
 
 
-def test_damaged_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["{", '{"flops_per_second": 0.0, "bytes_per_second": 1.0}', '{"flops_per_second": 1}'])
+def test_damaged_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(calibration, "measure", lambda device: Machine(8.0, 4.0))
     calibration.machines()
     (file,) = (tmp_path / "remat").glob("machine-*.json")
-    file.write_text("{")
+    file.write_text(text)
     calibration._machine.cache_clear()
     assert calibration.machines()["cpu"] == Machine(8.0, 4.0)
-    assert file.read_text() != "{"
+    assert file.read_text() != text
 
 
 def test_unwritable_home_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,14 @@ def test_recomputing_random_numbers_costs_more_than_keeping_them() -> None:
     assert costs.recompute_ticks[draw] > costs.save_ticks[draw]
 
 
+def test_op_of_unknown_cost_is_kept() -> None:
+    graph = capture(lambda x: torch.linalg.inv(x).exp().sum(), torch.eye(64).requires_grad_()).classify()
+    costs = price(graph, Roofline(MACHINE))
+    inverse = named(graph, "linalg_inv_ex")
+    parts = [i for i in range(len(graph.nodes)) if inverse in graph.inputs[i]]
+    assert costs.recompute_ticks[inverse] > sum(costs.save_ticks[i] for i in parts)
+
+
 def test_flops_model_takes_everything_else_for_free(graph) -> None:
     assert Flops(MACHINE).recompute_seconds(call_of(graph.nodes[named(graph, "tanh")])) == 0.0
 

@@ -1,4 +1,4 @@
-"""Programs on which a partitioner goes wrong without a sound: writes in backward, layouts, effects of custom functions."""
+"""Programs on which a partitioner goes wrong without a sound: writes in backward, layouts, custom functions."""
 
 from __future__ import annotations
 
