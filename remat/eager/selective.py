@@ -1,0 +1,501 @@
+"""Selective regions: a policy decides, op by op, what the forward keeps for the recomputation.
+
+Two dispatch modes. The `Recorder` runs in forward, asks the policy about every op and keeps the outputs it wants
+saved; the `Replayer` runs in recompute and answers those ops from what was kept. Ops are matched by their
+name and how often they ran before. What is kept hangs on the holders that autograd owns, as a chain of
+segments: a holder keeps alive what was saved before it, so every value dies as soon as no living part of the graph
+can ask for a recomputation that passes it, and lives as long as one can, however many backwards there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from remat.eager.errors import CheckpointError
+from remat.eager.frames import Frame
+from remat.eager.offload import Offloaded, offload
+from remat.eager.rng import OpRngState
+from remat.passes.policy import (
+    OFFLOADS,
+    SAVES,
+    CheckpointPolicy,
+    PolicyError,
+    PolicyFunction,
+    checked_answer,
+    policy_name,
+)
+from remat.passes.torch_private import (
+    DispatchKey,
+    FunctionalTensor,
+    HigherOrderOperator,
+    SetExcludeDispatchKeyGuard,
+    TorchDispatchMode,
+    is_tracing_proxies,
+    tree_leaves,
+    tree_map,
+)
+
+# Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees them.
+SAC_IGNORED_OPS: set[Any] = {
+    torch.ops.aten.detach.default,
+    torch.ops.prim.device.default,
+    *FunctionalTensor.metadata_fns,
+}
+
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+class SelectiveCheckpointContext:
+    """What a policy is told about the moment it is asked; `op_output` is the op's result."""
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+class OnMutation(Enum):
+    """What to do when a value that was saved is changed in place."""
+
+    COPY = "keep a copy of the value from before"
+    RAISE = "raise when the value is needed"
+    ALLOW = "hand out the changed value"
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What the engine must know about an op, looked up once."""
+
+    is_random: bool
+    is_collective: bool
+    mutates: tuple[int, ...]
+    """Positions of the arguments it changes in place."""
+    updates_in_place: bool
+    """True for `x.op_(...)`: changes its first argument only, and returns it."""
+
+
+@cache
+def op_facts(op: Any) -> OpFacts:
+    """Look an op up."""
+    if isinstance(op, HigherOrderOperator):
+        return OpFacts(is_random=False, is_collective=False, mutates=(), updates_in_place=False)
+    arguments = op._schema.arguments
+    mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    returns = op._schema.returns
+    returns_first = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    return OpFacts(
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_collective=op.namespace in _COLLECTIVE_NAMESPACES,
+        mutates=mutates,
+        updates_in_place=mutates == (0,) and returns_first,
+    )
+
+
+class Entry:
+    """One op's saved output. A tensor is an alias without history: the real one would tie the graph into a knot."""
+
+    __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
+
+    def __init__(self, value: Any, on_mutation: OnMutation) -> None:
+        self._value = _map_tensors(_alias, value)
+        self._versions = [t._version for t in _tensors(self._value)]
+        self._is_copy = False
+        self._on_mutation = on_mutation
+
+    @property
+    def val(self) -> Any:
+        """The value itself."""
+        return self._value
+
+    def before_mutation(self, storages: set[int]) -> None:
+        """Take a copy if one of the storages is about to be changed."""
+        if self._on_mutation is OnMutation.COPY and not self._is_copy:
+            tensors = _tensors(self._value)
+            if any(storage_id(t) in storages for t in tensors):
+                self._value = _map_tensors(torch.clone, self._value)
+                self._is_copy = True
+
+    def take(self) -> Any:
+        """Return the value as the op would have returned it: new tensors without history."""
+        if self._is_copy:
+            return _map_tensors(torch.clone, self._value)  # the op after it will change it again
+        if self._on_mutation is not OnMutation.ALLOW:
+            for tensor, version in zip(_tensors(self._value), self._versions, strict=True):
+                if tensor._version != version:
+                    raise CheckpointError(
+                        "Tensor cached during selective activation checkpoint has been mutated: its shape is "
+                        f"{tuple(tensor.shape)}. Save the value before the in-place op changes it by other means, "
+                        "let the policy recompute it, or use a region's own `policy=`, which keeps a copy."
+                    )
+        return _map_tensors(torch.Tensor.detach, self._value)
+
+
+class OffloadedEntry:
+    """One op's output, kept in host memory."""
+
+    __slots__ = ("__weakref__", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._value = _map_tensors(offload, value)
+
+    @property
+    def val(self) -> Any:
+        """The value, brought back."""
+        return self.take()
+
+    def before_mutation(self, storages: set[int]) -> None:
+        """Do nothing: this is a copy anyway."""
+
+    def take(self) -> Any:
+        """Bring the value back to its device."""
+        return tree_map(lambda x: x.load() if isinstance(x, Offloaded) else x, self._value)
+
+    def prefetch(self) -> None:
+        """Start bringing the value back, where that can overlap with other work."""
+        for leaf in tree_leaves(self._value):
+            if isinstance(leaf, Offloaded):
+                leaf.prefetch()
+
+
+AnyEntry = Entry | OffloadedEntry
+OpKey = tuple[Any, int]
+
+
+class Store:
+    """What one forward of a region saved: counts for matching, values known weakly."""
+
+    __slots__ = ("children", "counts", "entries", "rng_states")
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] = {}
+        self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
+        self.rng_states: dict[OpKey, OpRngState] = {}
+        self.children: dict[int, weakref.ref[Segment]] = {}
+
+
+class Segment:
+    """A part of what a forward saved, with all parts before it."""
+
+    __slots__ = ("__weakref__", "items", "is_taken", "previous", "store")
+
+    def __init__(self, previous: Segment | None, store: Store) -> None:
+        self.previous = previous
+        self.store = store
+        self.items: list[Any] = []
+        self.is_taken = False  # by a holder; what is saved from now on must not live as long as that
+
+
+class Sink(Protocol):
+    """Where a recorder puts what it keeps: a frame, or a stand-in when no frame of ours is there."""
+
+    segment: Segment | None
+    store: Store | None
+
+
+class LooseSink:
+    """A sink of its own, for contexts that are entered by somebody else's checkpoint."""
+
+    __slots__ = ("segment", "store")
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.store: Store | None = None
+
+
+def open_segment(sink: Sink) -> Segment:
+    """Return the segment that new values go to."""
+    if sink.store is None:
+        sink.store = Store()
+    segment = sink.segment
+    if segment is None or segment.is_taken:
+        segment = sink.segment = Segment(segment, sink.store)
+    return segment
+
+
+def adopt_child(sink: Sink, index: int, child: Segment) -> None:
+    """Keep what an inner region saved as long as the outer one may be run again past it."""
+    segment = open_segment(sink)
+    segment.items.append(child)
+    assert sink.store is not None
+    sink.store.children[index] = weakref.ref(child)
+
+
+class _SelectiveMode(TorchDispatchMode):
+    """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_suspensions = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code inside a region be one op to the policy, instead of forbidding it."""
+        return True
+
+
+class Recorder(_SelectiveMode):
+    """Ask the policy about every op of a forward, and keep what it wants saved."""
+
+    def __init__(self, policy: PolicyFunction, on_mutation: OnMutation, sink: Sink | None = None) -> None:
+        super().__init__()
+        _support_compiled_code()
+        self.policy = policy
+        self.on_mutation = on_mutation
+        self.sink: Sink = sink if sink is not None else LooseSink()
+        self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
+        self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
+        self._answers: dict[Any, CheckpointPolicy] = {}
+        self._entries: list[weakref.ref[AnyEntry]] = []
+        self._saved_a_random_op = False
+        if self.sink.store is None:
+            self.sink.store = Store()
+        self.counts = self.sink.store.counts
+
+    def release(self) -> None:
+        """Let go of the frame, after its forward."""
+        self.sink = LooseSink()
+
+    @property
+    def storage(self) -> dict[Any, dict[int, Any]]:
+        """What was kept so far, by op and number."""
+        found: dict[Any, dict[int, Any]] = {}
+        assert self.sink.store is not None
+        for (op, number), reference in self.sink.store.entries.items():
+            entry = reference()
+            if entry is not None:
+                found.setdefault(op, {})[number] = entry
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op of the forward, and keep its output if the policy says so."""
+        if self.num_suspensions or func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if is_tracing_proxies():
+            return self._dispatch_traced(func, args, kwargs or {})
+        facts = op_facts(func)
+        if facts.mutates and self._entries:
+            self._before_mutation(facts, args)
+        rng_state = self._before_random(func, args, kwargs) if facts.is_random else None
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        key = op_key(func, args)
+        number = self.counts.get(key, 0)
+        self.counts[key] = number + 1
+        answer = self._ask(func, out, args, kwargs)
+        if answer in SAVES or facts.is_collective:
+            self._keep((key, number), func, facts, answer, out)
+        elif answer in OFFLOADS:
+            self._keep((key, number), func, facts, answer, out)
+        elif rng_state is not None:
+            self.sink.store.rng_states[(key, number)] = rng_state  # type: ignore[union-attr]
+        return out
+
+    def _ask(self, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        if self._answer_for is not None:
+            known = self._answers.get(func)
+            if known is None:
+                known = self._answers[func] = self._answer_for(func)
+            return known
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        try:
+            answer = self.policy(context, func, *args, **(kwargs or {}))
+        except Exception as error:
+            raise PolicyError(
+                f"the policy {policy_name(self.policy)} raised {type(error).__name__} when asked about {func}: {error}"
+            ) from error
+        return answer if type(answer) is CheckpointPolicy else checked_answer(answer, self.policy, func)
+
+    def _keep(self, key: OpKey, func: Any, facts: OpFacts, answer: CheckpointPolicy, out: Any) -> None:
+        if facts.is_collective and answer is CheckpointPolicy.MUST_RECOMPUTE:
+            raise PolicyError(
+                f"the policy {policy_name(self.policy)} says MUST_RECOMPUTE for {func}, a collective, which runs once. "
+                "Return PREFER_RECOMPUTE for it, or take it out of the region."
+            )
+        if facts.mutates and not facts.updates_in_place:
+            return  # writes to several places: running it again is the only way to have them all
+        entry: AnyEntry
+        if answer in OFFLOADS:
+            entry = OffloadedEntry(out)
+        else:
+            entry = Entry(out, self.on_mutation)
+        reference: weakref.ref[AnyEntry] = weakref.ref(entry)
+        open_segment(self.sink).items.append(entry)
+        self.sink.store.entries[key] = reference  # type: ignore[union-attr]
+        self._entries.append(reference)
+        self._saved_a_random_op |= facts.is_random
+
+    def _before_mutation(self, facts: OpFacts, args: Any) -> None:
+        storages = {storage_id(t) for i in facts.mutates if i < len(args) for t in _tensors(args[i])}
+        for reference in self._entries:
+            entry = reference()
+            if entry is not None:
+                entry.before_mutation(storages)
+
+    def _before_random(self, func: Any, args: Any, kwargs: Any) -> OpRngState | None:
+        """Note where a random op starts, if replaying the ops before it will not lead there."""
+        generator = (kwargs or {}).get("generator")
+        frame = self.sink
+        if generator is not None:
+            if isinstance(frame, Frame) and frame.rng is not None:
+                frame.rng.add_generator(generator)
+            return None
+        if not self._saved_a_random_op or (isinstance(frame, Frame) and frame.rng is None):
+            return None
+        return OpRngState.capture(_device_of(args, kwargs or {}))
+
+    def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write the policy's answer into the graph that is being traced, for its partitioner."""
+        from remat.passes.torch_private import fx_current_meta, traced_nodes_since, traced_nodes_so_far
+
+        meta = fx_current_meta()
+        meta["ac_graph_id"] = self.ac_graph_id
+        meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        mark = traced_nodes_so_far()
+        out = func(*args, **kwargs)
+        answer = self._ask(func, out, args, kwargs)
+        for node in traced_nodes_since(mark):
+            node.meta["recompute"] = answer
+        return out
+
+
+class Replayer(_SelectiveMode):
+    """Answer the ops of a recomputation from what their forward kept, and run the others."""
+
+    def __init__(self, store: Store | None, owner: Any = None) -> None:
+        super().__init__()
+        self._store = store if store is not None else Store()
+        self._owner = owner  # keeps the values alive where no frame does
+        self._counts: dict[Any, int] = {}
+
+    def __enter__(self) -> Replayer:
+        if isinstance(self._owner, Recorder) and self._owner.sink.store is not None:
+            self._store = self._owner.sink.store
+        self._counts = {}
+        self._prefetch()
+        super().__enter__()
+        return self
+
+    def _prefetch(self) -> None:
+        for reference in self._store.entries.values():
+            entry = reference()
+            if isinstance(entry, OffloadedEntry):
+                entry.prefetch()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op of the recomputation, or return what its forward returned."""
+        if self.num_suspensions or func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        store, key = self._store, op_key(func, args)
+        number = self._counts.get(key, 0)
+        self._counts[key] = number + 1
+        if number >= store.counts.get(key, 0):
+            self._check_surplus(func, number, key)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        reference = store.entries.get((key, number))
+        entry = reference() if reference is not None else None
+        if entry is None:
+            if store.rng_states:
+                state = store.rng_states.get((key, number))
+                if state is not None:
+                    state.restore()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if op_facts(func).mutates:
+            return args[0].copy_(entry.take())
+        return entry.take()
+
+    def _check_surplus(self, func: Any, number: int, key: Any) -> None:
+        """Raise for an op that the forward did not run, unless autocast's cache explains it."""
+        if func is torch.ops.aten._to_copy.default:
+            return  # a weight whose cast was in autocast's cache during forward is cast again now
+        count = self._store.counts.get(key)
+        what = f"{func}" if count is None else f"{func} invocation index {number}"
+        raise CheckpointError(
+            f"{what} encountered during backward but not found in storage: the forward of this region ran it "
+            f"{count or 0} time(s). {self._context_of_divergence()}This can happen if the operations in the "
+            "checkpointed region are nondeterministic or depend on global state that changed between forward and "
+            "backward."
+        )
+
+    def _context_of_divergence(self) -> str:
+        frame = sys._getframe(2)
+        while frame is not None and "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back  # type: ignore[assignment]
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+        return f"Recomputation reached it at {where}. "
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """A region's policy, ready to run."""
+
+    policy: PolicyFunction
+    on_mutation: OnMutation = OnMutation.COPY
+
+    def recorder(self, frame: Frame) -> Recorder:
+        """Return the mode for the forward of a frame."""
+        return Recorder(self.policy, self.on_mutation, frame)
+
+    def replayer(self, store: Store | None) -> Replayer:
+        """Return the mode for a recomputation."""
+        return Replayer(store)
+
+
+def op_key(func: Any, args: Any) -> Any:
+    """Return what an op is matched by: itself, and for a compiled block also which one."""
+    if isinstance(func, HigherOrderOperator):
+        from remat.passes.torch_private import compiled_code_key
+
+        return compiled_code_key(func, args)
+    return func
+
+
+_supports_compiled_code = False
+
+
+def _support_compiled_code() -> None:
+    """Tell torch's op for compiled blocks about our modes, once compiled code can exist at all."""
+    global _supports_compiled_code
+    if not _supports_compiled_code and "torch._higher_order_ops.wrap" in sys.modules:
+        from remat.passes.torch_private import redirect_compiled_code_to
+
+        redirect_compiled_code_to(Recorder)
+        redirect_compiled_code_to(Replayer)
+        _supports_compiled_code = True
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory with no history but the same version counter."""
+    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    tensors = _tensors((args, kwargs))
+    device = kwargs.get("device")
+    return tensors[0].device if tensors else torch.device(device if device is not None else "cpu")
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identify the memory behind a tensor."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
+        return id(tensor)
