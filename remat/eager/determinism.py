@@ -107,8 +107,9 @@ _TIP = (
     "`torch.utils.checkpoint.checkpoint(...)` (or to remat's), or wrap the call in "
     "`with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):`.\n"
     "If the region holds code compiled with automatic_dynamic_shapes, the recomputation may have picked another "
-    "compiled graph than the forward: mark the varying sizes with torch._dynamo.mark_dynamic(), or keep the order "
-    "of cached graphs with torch._C._dynamo.eval_frame._set_lru_cache(False)."
+    "compiled graph than the forward.\n"
+    "  - Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions, so that there is one graph; or\n"
+    "  - Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering of the graphs."
 )
 
 

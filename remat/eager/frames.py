@@ -15,6 +15,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,9 @@ from remat.passes.torch_private import (
 if TYPE_CHECKING:
     from remat.eager.selective import Segment, Selective, Store
 
+_UNPACKED_TWICE = (
+    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
+)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -175,8 +179,8 @@ class Frame:
         "__weakref__",
         "_function",
         "_groups",
-        "_last_task",
         "_lock",
+        "_tasks",
         "ambient",
         "arguments",
         "check",
@@ -200,7 +204,7 @@ class Frame:
     def __init__(self, function: Any, name: str | None, early_stop: bool, check: MetadataFunction | None) -> None:
         self._function = function
         self._lock = threading.RLock()
-        self._last_task: int | None = None
+        self._tasks: deque[int] = deque(maxlen=16)  # backward passes that this was recomputed for
         self._groups: weakref.WeakSet[Any] | None = None
         self.name = name
         self.early_stop = early_stop
@@ -269,12 +273,13 @@ class Frame:
                 return value
             if group is not None:
                 self._recompute_in_group(group)
-            elif task == -1 or task == self._last_task:
-                # Outside of backward, or a second look at the same tensor: nobody else's values are wanted.
-                self._recompute(task, holder)
+            elif task == -1:
+                self._recompute(task, holder)  # outside of backward nobody else's values are wanted
+            elif task in self._tasks:
+                raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
             else:
                 self._recompute(task, None)
-                self._last_task = task
+                self._tasks.append(task)
             assert holder.values is not None, "a recomputation that ended well fills every living holder"
             return holder.values.pop(task)
 
@@ -283,7 +288,7 @@ class Frame:
             self._groups = weakref.WeakSet()
         if group in self._groups:
             raise CheckpointError(
-                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
+                f"{_UNPACKED_TWICE} "
                 "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
                 "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
                 "Run the second one outside of the group, or in a group of its own."
@@ -416,6 +421,7 @@ class Recomputation:
         except _StopRecomputation as stop:
             if stop is not self.stop:
                 raise
+            stop.__traceback__ = None  # its frames hold every tensor of the recomputation
         finally:
             pop_saved_tensors_hooks()
 
