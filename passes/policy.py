@@ -8,7 +8,8 @@ callable says into a `CheckpointPolicy`, or into an error that names policy and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -33,6 +34,8 @@ class SaveOps:
     """Save the outputs of some ops and recompute all others."""
 
     ops: frozenset[Any]
+    runs_only: set[Any] = field(default_factory=set, compare=False, repr=False)
+    """Ops that an engine found to need nothing but being run; grows with use."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Answer for one op; everything but the op itself is ignored."""
@@ -48,13 +51,19 @@ class SaveOps:
 def normalise_policy(policy: Policy, *, allow_packets: bool = True) -> PolicyFunction:
     """Return a policy as a callable; a list of ops becomes `SaveOps`."""
     if isinstance(policy, (list, tuple, set, frozenset)):
-        return SaveOps(frozenset(_checked_ops(policy, allow_packets)))
+        return _save_ops(tuple(policy), allow_packets)
     if callable(policy):
         return policy
     raise TypeError(
         "policy_fn_or_list must be either a function or a list of ops. "
         f"Got {policy!r} of type {type(policy).__name__}."
     )
+
+
+@lru_cache(maxsize=256)
+def _save_ops(ops: tuple[Any, ...], allow_packets: bool) -> SaveOps:
+    """Return one object per list of ops, so that what an engine learns about it is learnt once."""
+    return SaveOps(frozenset(_checked_ops(ops, allow_packets)))
 
 
 def _checked_ops(ops: Iterable[Any], allow_packets: bool) -> Iterable[Any]:

@@ -32,6 +32,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import _is_checkpoint_valid as is_full_backward
+from torch.compiler import _is_non_strict_tracing
 from torch.overrides import _get_current_function_mode_stack as get_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -40,7 +41,12 @@ from torch.utils._pytree import tree_map as tree_map
 
 
 def is_tracing_proxies() -> bool:
-    """True while ops are being recorded into an FX graph (AOTAutograd, export, make_fx)."""
+    """True while a compiler records ops into an FX graph; not for a non-strict trace, which wants eager's ops."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not _is_non_strict_tracing()
+
+
+def is_tracing() -> bool:
+    """True while ops are being recorded into an FX graph by anybody."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
 
 

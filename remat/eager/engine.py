@@ -22,7 +22,7 @@ from remat.eager.settings import debug_override, early_stop_override
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import (
     get_eval_frame_callback,
-    is_tracing_proxies,
+    is_tracing,
     peek_functorch_stack,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -87,9 +87,6 @@ def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
 
 def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
     contexts = _contexts(spec, debug)
-    if contexts is not None and is_tracing_proxies() and isinstance(contexts[0], Recorder):
-        with contexts[0]:  # a graph is being traced: the mode's tags are all its partitioner needs
-            return function(*args, **kwargs)
     frame = _open_frame(function, args, kwargs, spec)
     outer = local.execution
     number, replay = _enter_child(outer)
@@ -130,6 +127,9 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
     reached = reach(function)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
+    if is_tracing():
+        frame.copies_by_op = True  # so that the graph being traced has them
+        return frame  # and nothing of ours: what follows is about values, and there are none
     if spec.preserve_rng_state:
         frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), _generators(reached, args, kwargs))
     if reached.tensors or reached.modules:
@@ -176,8 +176,10 @@ def _attach_contexts(
         return contexts.forward_context()
     if contexts is not None:
         forward, frame.recompute_context = contexts
+        frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
         if isinstance(forward, Recorder) and isinstance(frame.recompute_context, Replayer):
-            selective = Selective(forward.policy, forward.on_mutation)
+            frame.copies_by_op = is_tracing()
+            selective = Selective(forward.policy, forward.on_mutation, forward.ac_graph_id)
             frame.recompute_context = None
     if selective is None:
         return forward

@@ -184,6 +184,7 @@ class Frame:
         "ambient",
         "arguments",
         "check",
+        "copies_by_op",
         "early_stop",
         "forward_done",
         "holders",
@@ -220,6 +221,7 @@ class Frame:
         self.training: list[tuple[str, weakref.ref[Any], bool]] = []
         self.recompute_context: AbstractContextManager[Any] | None = None
         self.on_error: Callable[[CheckpointError], CheckpointError] | None = None
+        self.copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
         self.selective: Selective | None = None
         self.store: Store | None = None  # what a policy saved, known weakly
         self.segment: Segment | None = None  # the newest part of it, held only while forward runs
@@ -428,8 +430,7 @@ class Recomputation:
     def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
         frame, task, only, guard, early_stop = self._frame, self._task, self._only, self.guard, self._frame.early_stop
         holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
-        # Under a user's dispatch mode the copy is an op that it may count on seeing; elsewhere that costs too much.
-        detaches = frame.recompute_context is not None
+        detaches = frame.copies_by_op
         run = self
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +26,7 @@ from remat.eager.offload import Offloaded, offload
 from remat.eager.rng import OpRngState
 from remat.passes.policy import (
     OFFLOADS,
-    SAVES,
+    RECOMPUTES,
     CheckpointPolicy,
     PolicyError,
     PolicyFunction,
@@ -38,7 +39,10 @@ from remat.passes.torch_private import (
     HigherOrderOperator,
     SetExcludeDispatchKeyGuard,
     TorchDispatchMode,
+    fx_current_meta,
     is_tracing_proxies,
+    traced_nodes_since,
+    traced_nodes_so_far,
     tree_leaves,
     tree_map,
 )
@@ -50,6 +54,8 @@ SAC_IGNORED_OPS: set[Any] = {
     *FunctionalTensor.metadata_fns,
 }
 
+# As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
+_RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -79,22 +85,27 @@ class OpFacts:
     """Positions of the arguments it changes in place."""
     updates_in_place: bool
     """True for `x.op_(...)`: changes its first argument only, and returns it."""
+    is_plain: bool
+    """True if running it is all there is to it."""
 
 
 @cache
 def op_facts(op: Any) -> OpFacts:
     """Look an op up."""
     if isinstance(op, HigherOrderOperator):
-        return OpFacts(is_random=False, is_collective=False, mutates=(), updates_in_place=False)
+        return OpFacts(False, False, (), updates_in_place=False, is_plain=False)
     arguments = op._schema.arguments
     mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     returns = op._schema.returns
     returns_first = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    is_collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
-        is_random=torch.Tag.nondeterministic_seeded in op.tags,
-        is_collective=op.namespace in _COLLECTIVE_NAMESPACES,
+        is_random=is_random,
+        is_collective=is_collective,
         mutates=mutates,
         updates_in_place=mutates == (0,) and returns_first,
+        is_plain=not (is_random or is_collective or mutates or op in SAC_IGNORED_OPS),
     )
 
 
@@ -174,7 +185,7 @@ class Store:
     __slots__ = ("children", "counts", "entries", "rng_states")
 
     def __init__(self) -> None:
-        self.counts: dict[Any, int] = {}
+        self.counts: defaultdict[Any, int] = defaultdict(int)
         self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
         self.rng_states: dict[OpKey, OpRngState] = {}
         self.children: dict[int, weakref.ref[Segment]] = {}
@@ -250,13 +261,14 @@ class Recorder(_SelectiveMode):
         self.on_mutation = on_mutation
         self.sink: Sink = sink if sink is not None else LooseSink()
         self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
-        self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
-        self._answers: dict[Any, CheckpointPolicy] = {}
-        self._entries: list[weakref.ref[AnyEntry]] = []
-        self._saved_a_random_op = False
         if self.sink.store is None:
             self.sink.store = Store()
-        self.counts = self.sink.store.counts
+        self._counts = self.sink.store.counts
+        # Ops of which the policy answers by name alone, and which need no care of ours: known to be just run.
+        self._runs_only: set[Any] = getattr(policy, "runs_only", None) or set()
+        self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
+        self._entries: list[weakref.ref[AnyEntry]] = []
+        self._saved_a_random_op = False
 
     def release(self) -> None:
         """Let go of the frame, after its forward."""
@@ -275,33 +287,38 @@ class Recorder(_SelectiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the forward, and keep its output if the policy says so."""
+        if func in self._runs_only and not self.num_suspensions:
+            self._counts[func] += 1
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if self.num_suspensions or func in SAC_IGNORED_OPS:
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_tracing_proxies():
             return self._dispatch_traced(func, args, kwargs or {})
+        return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = op_facts(func)
         if facts.mutates and self._entries:
             self._before_mutation(facts, args)
-        rng_state = self._before_random(func, args, kwargs) if facts.is_random else None
+        rng_state = self._before_random(args, kwargs or {}) if facts.is_random else None
         out = func(*args, **kwargs) if kwargs else func(*args)
         key = op_key(func, args)
-        number = self.counts.get(key, 0)
-        self.counts[key] = number + 1
+        number = self._counts[key]
+        self._counts[key] = number + 1
         answer = self._ask(func, out, args, kwargs)
-        if answer in SAVES or facts.is_collective:
+        if answer in _RECOMPUTES and not facts.is_collective:
+            if rng_state is not None:
+                assert self.sink.store is not None
+                self.sink.store.rng_states[(key, number)] = rng_state
+            elif self._answer_for is not None and facts.is_plain:
+                self._runs_only.add(func)
+        else:
             self._keep((key, number), func, facts, answer, out)
-        elif answer in OFFLOADS:
-            self._keep((key, number), func, facts, answer, out)
-        elif rng_state is not None:
-            self.sink.store.rng_states[(key, number)] = rng_state  # type: ignore[union-attr]
         return out
 
     def _ask(self, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         if self._answer_for is not None:
-            known = self._answers.get(func)
-            if known is None:
-                known = self._answers[func] = self._answer_for(func)
-            return known
+            return self._answer_for(func)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         try:
             answer = self.policy(context, func, *args, **(kwargs or {}))
@@ -319,14 +336,11 @@ class Recorder(_SelectiveMode):
             )
         if facts.mutates and not facts.updates_in_place:
             return  # writes to several places: running it again is the only way to have them all
-        entry: AnyEntry
-        if answer in OFFLOADS:
-            entry = OffloadedEntry(out)
-        else:
-            entry = Entry(out, self.on_mutation)
+        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation)
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         open_segment(self.sink).items.append(entry)
-        self.sink.store.entries[key] = reference  # type: ignore[union-attr]
+        assert self.sink.store is not None
+        self.sink.store.entries[key] = reference
         self._entries.append(reference)
         self._saved_a_random_op |= facts.is_random
 
@@ -337,9 +351,9 @@ class Recorder(_SelectiveMode):
             if entry is not None:
                 entry.before_mutation(storages)
 
-    def _before_random(self, func: Any, args: Any, kwargs: Any) -> OpRngState | None:
+    def _before_random(self, args: Any, kwargs: dict[str, Any]) -> OpRngState | None:
         """Note where a random op starts, if replaying the ops before it will not lead there."""
-        generator = (kwargs or {}).get("generator")
+        generator = kwargs.get("generator")
         frame = self.sink
         if generator is not None:
             if isinstance(frame, Frame) and frame.rng is not None:
@@ -347,12 +361,10 @@ class Recorder(_SelectiveMode):
             return None
         if not self._saved_a_random_op or (isinstance(frame, Frame) and frame.rng is None):
             return None
-        return OpRngState.capture(_device_of(args, kwargs or {}))
+        return OpRngState.capture(_device_of(args, kwargs))
 
     def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write the policy's answer into the graph that is being traced, for its partitioner."""
-        from remat.passes.torch_private import fx_current_meta, traced_nodes_since, traced_nodes_so_far
-
         meta = fx_current_meta()
         meta["ac_graph_id"] = self.ac_graph_id
         meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -361,22 +373,32 @@ class Recorder(_SelectiveMode):
         answer = self._ask(func, out, args, kwargs)
         for node in traced_nodes_since(mark):
             node.meta["recompute"] = answer
+        # The partitioner decides from the tags; tracing the recomputation must add no ops of its own.
+        key = op_key(func, args)
+        number = self._counts[key]
+        self._counts[key] = number + 1
+        self._keep((key, number), func, op_facts(func), CheckpointPolicy.MUST_SAVE, out)
         return out
 
 
 class Replayer(_SelectiveMode):
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
 
-    def __init__(self, store: Store | None, owner: Any = None) -> None:
+    def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
         super().__init__()
-        self._store = store if store is not None else Store()
         self._owner = owner  # keeps the values alive where no frame does
-        self._counts: dict[Any, int] = {}
+        self._use(store if store is not None else Store())
+
+    def _use(self, store: Store) -> None:
+        self._store = store
+        self._counts: dict[Any, int] = defaultdict(int)
+        # Ops of which nothing was kept need only be counted.
+        kept = {key for key, _ in store.entries} | {key for key, _ in store.rng_states}
+        self._limits = {key: count for key, count in store.counts.items() if key not in kept}
 
     def __enter__(self) -> Replayer:
-        if isinstance(self._owner, Recorder) and self._owner.sink.store is not None:
-            self._store = self._owner.sink.store
-        self._counts = {}
+        if self._owner is not None and self._owner.sink.store is not None:
+            self._use(self._owner.sink.store)
         self._prefetch()
         super().__enter__()
         return self
@@ -389,45 +411,47 @@ class Replayer(_SelectiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
+        if not self.num_suspensions:
+            limit = self._limits.get(func)
+            if limit:
+                self._limits[func] = limit - 1
+                return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if self.num_suspensions or func in SAC_IGNORED_OPS:
             return func(*args, **kwargs) if kwargs else func(*args)
         store, key = self._store, op_key(func, args)
-        number = self._counts.get(key, 0)
+        number = self._counts[key]
         self._counts[key] = number + 1
-        if number >= store.counts.get(key, 0):
-            self._check_surplus(func, number, key)
-            return func(*args, **kwargs) if kwargs else func(*args)
         reference = store.entries.get((key, number))
         entry = reference() if reference is not None else None
-        if entry is None:
-            if store.rng_states:
-                state = store.rng_states.get((key, number))
-                if state is not None:
-                    state.restore()
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if op_facts(func).mutates:
-            return args[0].copy_(entry.take())
-        return entry.take()
+        if entry is not None:
+            value = entry.take()
+            return args[0].copy_(value) if op_facts(func).mutates else value
+        if key in self._limits or number >= store.counts.get(key, 0):
+            self._check_surplus(func, key)
+        state = store.rng_states.get((key, number))
+        if state is not None:
+            state.restore()
+        return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _check_surplus(self, func: Any, number: int, key: Any) -> None:
+    def _check_surplus(self, func: Any, key: Any) -> None:
         """Raise for an op that the forward did not run, unless autocast's cache explains it."""
-        if func is torch.ops.aten._to_copy.default:
+        if func is torch.ops.aten._to_copy.default or (key in self._limits and self._limits[key] > 0):
             return  # a weight whose cast was in autocast's cache during forward is cast again now
-        count = self._store.counts.get(key)
-        what = f"{func}" if count is None else f"{func} invocation index {number}"
+        count = self._store.counts.get(key, 0)
+        what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
             f"{what} encountered during backward but not found in storage: the forward of this region ran it "
-            f"{count or 0} time(s). {self._context_of_divergence()}This can happen if the operations in the "
-            "checkpointed region are nondeterministic or depend on global state that changed between forward and "
-            "backward."
+            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. This can happen if "
+            "the operations in the checkpointed region are nondeterministic or depend on global state that changed "
+            "between forward and backward (a cache that grew, control flow on data, train and eval mode)."
         )
 
-    def _context_of_divergence(self) -> str:
-        frame = sys._getframe(2)
-        while frame is not None and "/torch/" in frame.f_code.co_filename:
-            frame = frame.f_back  # type: ignore[assignment]
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
-        return f"Recomputation reached it at {where}. "
+
+def _nearest_user_line() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/remat/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return "on an unknown line" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,10 +460,13 @@ class Selective:
 
     policy: PolicyFunction
     on_mutation: OnMutation = OnMutation.COPY
+    ac_graph_id: Any = None
 
     def recorder(self, frame: Frame) -> Recorder:
         """Return the mode for the forward of a frame."""
-        return Recorder(self.policy, self.on_mutation, frame)
+        recorder = Recorder(self.policy, self.on_mutation, frame)
+        recorder.ac_graph_id = self.ac_graph_id
+        return recorder
 
     def replayer(self, store: Store | None) -> Replayer:
         """Return the mode for a recomputation."""
