@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from types import CodeType
 from typing import Any
 
 # --- eager engine -------------------------------------------------------------------------------------------
@@ -26,6 +27,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_ten
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import peek_interpreter_stack as peek_functorch_stack
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -38,6 +40,11 @@ from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+
+
+def skip_code(code: CodeType) -> None:
+    """Keep Dynamo from compiling one function; what it calls is not affected."""
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def is_tracing_proxies() -> bool:

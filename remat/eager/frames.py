@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ from remat.passes.torch_private import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     set_grad_enabled,
+    skip_code,
     top_saved_tensors_hooks,
 )
 
@@ -513,6 +515,19 @@ class Recomputation:
                 _forget(frame, task)
 
         torch.autograd.Variable._execution_engine.queue_callback(forget)
+
+
+def _keep_compiler_out() -> None:
+    """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
+    for function in (Frame.hooks, Recomputation._pack_hook):
+        for constant in function.__code__.co_consts:
+            if isinstance(constant, CodeType):
+                skip_code(constant)
+    for function in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call):
+        skip_code(function.__code__)
+
+
+_keep_compiler_out()
 
 
 def _forget(frame: Frame, task: Any) -> None:
