@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+from torch.utils.checkpoint import checkpoint as _traced_checkpoint
 
 from remat.eager.determinism import find_determinism_check
 from remat.eager.engine import RegionSpec, cached_spec, noop_context_fn, run_region
@@ -64,6 +66,18 @@ def checkpoint(
     if use_reentrant is None:
         warnings.warn(f"torch.utils.checkpoint: {_USE_REENTRANT_TIP}", stacklevel=2)
         use_reentrant = True
+    if not use_reentrant and torch.compiler.is_dynamo_compiling():
+        # Dynamo records this function of torch's as a region of its graph; it is not run.
+        return _traced_checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **kwargs,
+        )
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if use_reentrant:
         if kwargs:
