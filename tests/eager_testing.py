@@ -38,6 +38,8 @@ def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def selective(policy: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function as a region with a policy."""
+    if isinstance(function, torch.nn.Module):
+        function = function.__call__  # marking the module itself would last beyond this call
     return checkpoint_region(policy=policy)(function)(*args, **kwargs)
 
 

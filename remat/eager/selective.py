@@ -24,6 +24,7 @@ from remat.eager.errors import CheckpointError
 from remat.eager.frames import Frame
 from remat.eager.offload import Offloaded, offload
 from remat.eager.rng import OpRngState
+from remat.eager.state import version_of
 from remat.passes.policy import (
     OFFLOADS,
     RECOMPUTES,
@@ -40,6 +41,7 @@ from remat.passes.torch_private import (
     SetExcludeDispatchKeyGuard,
     TorchDispatchMode,
     fx_current_meta,
+    is_any_autocast_enabled,
     is_tracing_proxies,
     traced_nodes_since,
     traced_nodes_so_far,
@@ -54,6 +56,7 @@ SAC_IGNORED_OPS: set[Any] = {
     *FunctionalTensor.metadata_fns,
 }
 
+_NOT_JUST_RUN = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
@@ -105,7 +108,7 @@ def op_facts(op: Any) -> OpFacts:
         is_collective=is_collective,
         mutates=mutates,
         updates_in_place=mutates == (0,) and returns_first,
-        is_plain=not (is_random or is_collective or mutates or op in SAC_IGNORED_OPS),
+        is_plain=not (is_random or is_collective or mutates or op in _NOT_JUST_RUN),
     )
 
 
@@ -114,9 +117,10 @@ class Entry:
 
     __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
 
-    def __init__(self, value: Any, on_mutation: OnMutation) -> None:
+    def __init__(self, value: Any, on_mutation: OnMutation, num_pending_bumps: int = 0) -> None:
         self._value = _map_tensors(_alias, value)
-        self._versions = [t._version for t in _tensors(self._value)]
+        # An in-place op's own change is counted after the mode has returned its output.
+        self._versions = [version_of(t) + num_pending_bumps for t in _tensors(self._value)]
         self._is_copy = False
         self._on_mutation = on_mutation
 
@@ -139,7 +143,7 @@ class Entry:
             return _map_tensors(torch.clone, self._value)  # the op after it will change it again
         if self._on_mutation is not OnMutation.ALLOW:
             for tensor, version in zip(_tensors(self._value), self._versions, strict=True):
-                if tensor._version != version:
+                if version_of(tensor) > version:
                     raise CheckpointError(
                         "Tensor cached during selective activation checkpoint has been mutated: its shape is "
                         f"{tuple(tensor.shape)}. Save the value before the in-place op changes it by other means, "
@@ -290,7 +294,7 @@ class Recorder(_SelectiveMode):
         if func in self._runs_only and not self.num_suspensions:
             self._counts[func] += 1
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
-        if self.num_suspensions or func in SAC_IGNORED_OPS:
+        if self.num_suspensions or func in SAC_IGNORED_OPS or _is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_tracing_proxies():
             return self._dispatch_traced(func, args, kwargs or {})
@@ -336,7 +340,7 @@ class Recorder(_SelectiveMode):
             )
         if facts.mutates and not facts.updates_in_place:
             return  # writes to several places: running it again is the only way to have them all
-        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation)
+        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, len(facts.mutates))
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         open_segment(self.sink).items.append(entry)
         assert self.sink.store is not None
@@ -416,7 +420,7 @@ class Replayer(_SelectiveMode):
             if limit:
                 self._limits[func] = limit - 1
                 return func._op(*args, **kwargs) if kwargs else func._op(*args)
-        if self.num_suspensions or func in SAC_IGNORED_OPS:
+        if self.num_suspensions or func in SAC_IGNORED_OPS or _is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
         store, key = self._store, op_key(func, args)
         number = self._counts[key]
@@ -427,16 +431,14 @@ class Replayer(_SelectiveMode):
             value = entry.take()
             return args[0].copy_(value) if op_facts(func).mutates else value
         if key in self._limits or number >= store.counts.get(key, 0):
-            self._check_surplus(func, key)
+            self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))
         if state is not None:
             state.restore()
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _check_surplus(self, func: Any, key: Any) -> None:
-        """Raise for an op that the forward did not run, unless autocast's cache explains it."""
-        if func is torch.ops.aten._to_copy.default or (key in self._limits and self._limits[key] > 0):
-            return  # a weight whose cast was in autocast's cache during forward is cast again now
+    def _raise_surplus(self, func: Any, key: Any) -> None:
+        """Raise for an op that the forward did not run."""
         count = self._store.counts.get(key, 0)
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
@@ -471,6 +473,16 @@ class Selective:
     def replayer(self, store: Store | None) -> Replayer:
         """Return the mode for a recomputation."""
         return Replayer(store)
+
+
+def _is_cached_cast(func: Any, args: Any) -> bool:
+    """True for a cast of a weight that autocast may keep: whether it runs depends on what ran before the region."""
+    return (
+        func is torch.ops.aten._to_copy.default
+        and is_any_autocast_enabled()
+        and args[0].requires_grad
+        and args[0].is_leaf
+    )
 
 
 def op_key(func: Any, args: Any) -> Any:
