@@ -41,7 +41,6 @@ from remat.passes.torch_private import (
     SetExcludeDispatchKeyGuard,
     TorchDispatchMode,
     fx_current_meta,
-    is_any_autocast_enabled,
     is_tracing_proxies,
     traced_nodes_since,
     traced_nodes_so_far,
@@ -56,7 +55,8 @@ SAC_IGNORED_OPS: set[Any] = {
     *FunctionalTensor.metadata_fns,
 }
 
-_NOT_JUST_RUN = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
+_CAST = torch.ops.aten._to_copy.default
+_NOT_JUST_RUN = SAC_IGNORED_OPS | {_CAST}
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
@@ -397,7 +397,7 @@ class Replayer(_SelectiveMode):
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
         # Ops of which nothing was kept need only be counted.
-        kept = {key for key, _ in store.entries} | {key for key, _ in store.rng_states}
+        kept = {_CAST, *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
         self._limits = {key: count for key, count in store.counts.items() if key not in kept}
 
     def __enter__(self) -> Replayer:
@@ -477,12 +477,7 @@ class Selective:
 
 def _is_cached_cast(func: Any, args: Any) -> bool:
     """True for a cast of a weight that autocast may keep: whether it runs depends on what ran before the region."""
-    return (
-        func is torch.ops.aten._to_copy.default
-        and is_any_autocast_enabled()
-        and args[0].requires_grad
-        and args[0].is_leaf
-    )
+    return func is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
 def op_key(func: Any, args: Any) -> Any:
