@@ -45,6 +45,7 @@ class RegionOptions:
             check=find_determinism_check(self.determinism_check),
             debug=self.debug,
             early_stop=self.early_stop,
+            is_refilled=True,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class RegionSpec:
     check: MetadataFunction | None = None
     debug: bool = False
     early_stop: bool = True
+    is_refilled: bool = False
+    """Whether the recomputation of an outer region also serves this one's backward: each op then runs again once,
+    as in compiled code, where torch's nested regions run once more per level and hold less at a time."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,10 +90,15 @@ def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
+    outer = local.execution
+    number, replay, former = _enter_child(outer)
+    if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
+        return former.refill(args, kwargs, outer)
     contexts = _contexts(spec, debug)
     frame = _open_frame(function, args, kwargs, spec)
-    outer = local.execution
-    number, replay = _enter_child(outer)
+    if outer is not None and outer.task is None and outer.frame is not None:
+        outer.frame.children = outer.frame.children or {}
+        outer.frame.children[number] = weakref.ref(frame)
     local.execution = execution = Execution(frame, replay)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
     pack, unpack = frame.hooks()
@@ -102,6 +111,10 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
             out = function(*args, **kwargs)
         else:
             out = _call_under(forward_context, function, args, kwargs)
+        if isinstance(execution.mode, Recorder):
+            execution.mode.note_rng_after()
+        elif replay is not None:
+            replay.store.restore_rng_after()
     finally:
         pop_saved_tensors_hooks()
         if outer_mode is not None:
@@ -152,14 +165,17 @@ def _region_key(function: Any) -> Any:
     return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)
 
 
-def _enter_child(outer: Execution | None) -> tuple[int, Any]:
-    """Number this call within the region around it, and find what its own forward saved if that is replayed."""
+def _enter_child(outer: Execution | None) -> tuple[int, Any, Frame | None]:
+    """Number this call within the region around it; if that is run again, find what this call saved and was then."""
     if outer is None:
-        return 0, None
+        return 0, None, None
     number = outer.num_children
     outer.num_children = number + 1
-    reference = outer.replay.children.get(number) if outer.replay is not None else None
-    return number, reference() if reference is not None else None
+    saved = outer.replay.children.get(number) if outer.replay is not None else None
+    former = None
+    if outer.task is not None and outer.frame is not None and outer.frame.children is not None:
+        former = outer.frame.children.get(number)
+    return number, saved() if saved is not None else None, former() if former is not None else None
 
 
 def _attach_contexts(
@@ -218,7 +234,7 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
     if segment is not None and (segment.items or segment.previous is not None):
         if not frame.early_stop:
             frame.tail = segment
-        if outer is not None and outer.frame is not None:
+        if outer is not None and outer.task is None and outer.frame is not None:
             adopt_child(outer.frame, number, segment)
     if frame.rng is not None:
         frame.rng.seal()

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,12 @@ class Holder:
 class Execution:
     """A running forward or recomputation of a region on this thread."""
 
-    __slots__ = ("frame", "mode", "num_children", "replay")
+    __slots__ = ("frame", "mode", "num_children", "replay", "task")
 
-    def __init__(self, frame: Frame | None, replay: Store | None) -> None:
-        self.frame = frame  # None in a recomputation, whose frame records nothing new
+    def __init__(self, frame: Frame | None, replay: Store | None, task: Any = None) -> None:
+        self.frame = frame
         self.replay = replay  # what the forward of this very call saved, when that forward is being run again
+        self.task = task  # the backward pass that this is a recomputation for; None in a forward
         self.mode: Any = None
         self.num_children = 0
 
@@ -186,6 +187,7 @@ class Frame:
         "ambient",
         "arguments",
         "check",
+        "children",
         "copies_by_op",
         "early_stop",
         "forward_done",
@@ -222,6 +224,7 @@ class Frame:
         self.state: WatchedState | None = None
         self.training: list[tuple[str, weakref.ref[Any], bool]] = []
         self.recompute_context: AbstractContextManager[Any] | None = None
+        self.children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
         self.on_error: Callable[[CheckpointError], CheckpointError] | None = None
         self.copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
         self.selective: Selective | None = None
@@ -283,14 +286,55 @@ class Frame:
                 raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
             else:
                 self._recompute(task, None)
-                self._tasks.append(task)
+                self.note_recomputed(task)
             assert holder.values is not None, "a recomputation that ended well fills every living holder"
             return holder.values.pop(task)
 
+    def note_recomputed(self, task: Any) -> None:
+        """Remember that the holders were filled for a backward pass."""
+        if type(task) is int:
+            self._tasks.append(task)
+        else:
+            if self._groups is None:
+                self._groups = weakref.WeakSet()
+            self._groups.add(task)
+
+    def can_be_refilled(self, task: Any) -> bool:
+        """True if a run of this region inside the recomputation of an outer one can serve this one's backward."""
+        if task == -1 or task in self._tasks or (self._groups is not None and task in self._groups):
+            return False
+        return any(reference() is not None for reference in self.holders)
+
+    def refill(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Execution) -> Any:
+        """Run the region as part of the recomputation of an outer one, fill the holders, return its result."""
+        SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
+        run = Recomputation(self, outer.task, None, stops=False)
+        local.execution = execution = Execution(self, self.store, outer.task)
+        context: AbstractContextManager[Any] | None = None
+        if self.selective is not None:
+            context = execution.mode = self.selective.replayer(self.store)
+        elif self.recompute_context is not None:
+            context = _fresh(self.recompute_context)
+        if outer.mode is not None:
+            outer.mode.num_suspensions += 1
+        try:
+            with context if context is not None else nullcontext():
+                out = run.call(self._function, args, kwargs)
+        except BaseException:
+            run.forget()
+            raise
+        finally:
+            local.execution = outer
+            if outer.mode is not None:
+                outer.mode.num_suspensions -= 1
+        if self.store is not None:
+            self.store.restore_rng_after()
+        run.check()
+        self.note_recomputed(outer.task)
+        return out
+
     def _recompute_in_group(self, group: Any) -> None:
-        if self._groups is None:
-            self._groups = weakref.WeakSet()
-        if group in self._groups:
+        if self._groups is not None and group in self._groups:
             raise CheckpointError(
                 f"{_UNPACKED_TWICE} "
                 "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
@@ -298,16 +342,18 @@ class Frame:
                 "Run the second one outside of the group, or in a group of its own."
             )
         self._recompute(group, None)
-        self._groups.add(group)
+        self.note_recomputed(group)
 
     def _recompute(self, task: Any, only: Holder | None) -> None:
         """Run the forward again and put what it saves into the holders, or into one of them."""
         args, kwargs = self.arguments.unpack(self._argument_name)
+        if task in self._tasks:
+            return  # an outer region, asked for these arguments, has been run again, and this one with it
         run = Recomputation(self, task, only)
         surroundings = self._surroundings(run)
         had_grad, outer = torch.is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
-        local.execution = execution = Execution(None, self.store)
+        local.execution = execution = Execution(self, self.store, task)
         local.recompute_depth += 1
         set_grad_enabled(True)
         try:
@@ -401,27 +447,28 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 class Recomputation:
     """One run of a frame's forward for backward."""
 
-    __slots__ = ("_frame", "_mismatches", "_only", "_task", "guard", "num_needed", "num_saved", "stop")
+    __slots__ = ("_frame", "_mismatches", "_only", "_stops", "_task", "guard", "num_needed", "num_saved", "stop")
 
-    def __init__(self, frame: Frame, task: Any, only: Holder | None) -> None:
+    def __init__(self, frame: Frame, task: Any, only: Holder | None, stops: bool = True) -> None:
         self._frame = frame
         self._task = task
         self._only = only
+        self._stops = stops and (frame.early_stop or only is not None)
         self._mismatches: list[tuple[Mismatch, Any]] = []
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
         self.num_saved = 0
         self.num_needed = len(frame.holders) if only is None else only.index + 1
-        if only is None and frame.early_stop:
+        if only is None and self._stops:
             holders = frame.holders
             while self.num_needed > 0 and holders[self.num_needed - 1]() is None:
                 self.num_needed -= 1  # nobody is left to want what comes last
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the function until all that is wanted has been saved."""
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function until all that is wanted has been saved; return its result if it gets there."""
         push_saved_tensors_hooks(self._pack_hook(), _identity)
         try:
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
         except _StopRecomputation as stop:
             if stop is not self.stop:
                 raise
@@ -430,7 +477,7 @@ class Recomputation:
             pop_saved_tensors_hooks()
 
     def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        frame, task, only, guard, early_stop = self._frame, self._task, self._only, self.guard, self._frame.early_stop
+        frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
         detaches = frame.copies_by_op
         run = self
@@ -459,7 +506,7 @@ class Recomputation:
                         seen = check(tensor)
                     if metadata[index] != seen:
                         run.note_mismatch(index, seen, sys._getframe(1))
-            if index + 1 == num_needed and (early_stop or only is not None):
+            if stops and index + 1 == num_needed:
                 raise run.stop
             return tensor
 

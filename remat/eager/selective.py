@@ -186,13 +186,19 @@ OpKey = tuple[Any, int]
 class Store:
     """What one forward of a region saved: counts for matching, values known weakly."""
 
-    __slots__ = ("children", "counts", "entries", "rng_states")
+    __slots__ = ("children", "counts", "entries", "rng_after", "rng_states")
 
     def __init__(self) -> None:
         self.counts: defaultdict[Any, int] = defaultdict(int)
         self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
         self.rng_states: dict[OpKey, OpRngState] = {}
+        self.rng_after: list[OpRngState] = []
         self.children: dict[int, weakref.ref[Segment]] = {}
+
+    def restore_rng_after(self) -> None:
+        """Leave the random state as the forward did, though saved random ops were not drawn again."""
+        for state in self.rng_after:
+            state.restore()
 
 
 class Segment:
@@ -366,6 +372,14 @@ class Recorder(_SelectiveMode):
         if not self._saved_a_random_op or (isinstance(frame, Frame) and frame.rng is None):
             return None
         return OpRngState.capture(_device_of(args, kwargs))
+
+    def note_rng_after(self) -> None:
+        """Note the random state at the end, if replaying this forward will not lead there."""
+        frame = self.sink
+        if self._saved_a_random_op and isinstance(frame, Frame) and frame.rng is not None:
+            assert frame.store is not None
+            devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
+            frame.store.rng_after = [OpRngState.capture(device) for device in devices]
 
     def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write the policy's answer into the graph that is being traced, for its partitioner."""
