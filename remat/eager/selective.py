@@ -117,11 +117,12 @@ class Entry:
 
     __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
 
-    def __init__(self, value: Any, on_mutation: OnMutation, num_pending_bumps: int = 0) -> None:
-        self._value = _map_tensors(_alias, value)
-        # An in-place op's own change is counted after the mode has returned its output.
-        self._versions = [version_of(t) + num_pending_bumps for t in _tensors(self._value)]
-        self._is_copy = False
+    def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False) -> None:
+        # What an in-place op wrote to may be anything, a buffer say, that others write to later.
+        self._is_copy = is_written and on_mutation is OnMutation.COPY
+        self._value = _map_tensors(torch.clone if self._is_copy else _alias, value)
+        # An in-place op's own change is counted only after the mode has returned its output.
+        self._versions = [version_of(t) + is_written for t in _tensors(self._value)]
         self._on_mutation = on_mutation
 
     @property
@@ -346,7 +347,7 @@ class Recorder(_SelectiveMode):
             )
         if facts.mutates and not facts.updates_in_place:
             return  # writes to several places: running it again is the only way to have them all
-        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, len(facts.mutates))
+        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, bool(facts.mutates))
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         open_segment(self.sink).items.append(entry)
         assert self.sink.store is not None
