@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -60,10 +59,15 @@ def normalise_policy(policy: Policy, *, allow_packets: bool = True) -> PolicyFun
     )
 
 
-@lru_cache(maxsize=256)
+_known_lists: dict[tuple[tuple[Any, ...], bool], SaveOps] = {}
+
+
 def _save_ops(ops: tuple[Any, ...], allow_packets: bool) -> SaveOps:
     """Return one object per list of ops, so that what an engine learns about it is learnt once."""
-    return SaveOps(frozenset(_checked_ops(ops, allow_packets)))
+    known = _known_lists.get((ops, allow_packets))
+    if known is None:
+        known = _known_lists[ops, allow_packets] = SaveOps(frozenset(_checked_ops(ops, allow_packets)))
+    return known
 
 
 def _checked_ops(ops: Iterable[Any], allow_packets: bool) -> Iterable[Any]:

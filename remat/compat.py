@@ -72,10 +72,10 @@ def checkpoint(
             function,
             *args,
             use_reentrant=False,
-            context_fn=context_fn,
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
+            **({} if context_fn is noop_context_fn else {"context_fn": context_fn}),
             **kwargs,
         )
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)

@@ -396,12 +396,6 @@ class Frame:
     ) -> list[AbstractContextManager[Any]]:
         found: list[AbstractContextManager[Any]] = []
         if state.buffers is not None:
-            if state.buffers.lost:
-                raise CheckpointError(
-                    f"the forward of {self.label} changed the buffer(s) {', '.join(state.buffers.lost)} for the "
-                    "first time, and their values from before it are gone, so it cannot be run again. From its next "
-                    "call on they are kept: run that forward again."
-                )
             if state.buffers.needs_replay:
                 found.append(state.buffers.replayed())
         moved = state.moved()

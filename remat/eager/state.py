@@ -48,15 +48,16 @@ _swap_lock = threading.RLock()
 class BufferState:
     """The buffers that a region can reach: entry values of those it changes, versions of the others."""
 
-    __slots__ = ("_entry", "_learning", "_modules", "_versions", "lost")
+    __slots__ = ("_entry", "_key", "_learning", "_lost", "_modules", "_versions")
 
     def __init__(self, modules: list[tuple[str, nn.Module]], region_key: Any) -> None:
         self._modules = modules
         self._entry: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._learning: set[tuple[int, str]] = set()
-        self.lost: list[str] = []
+        self._lost: list[tuple[str, torch.Tensor]] = []  # changed by the forward, and no copy from before it
+        self._key = region_key
         for _, module in modules:
-            self._snapshot(module, region_key)
+            self._snapshot(module)
         self._versions = self._read_versions()
 
     def _named(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -68,14 +69,12 @@ class BufferState:
     def _read_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
         return {(id(m), name): (id(value), version_of(value)) for _, m, name, value in self._named()}
 
-    def _snapshot(self, module: nn.Module, region_key: Any) -> None:
+    def _snapshot(self, module: nn.Module) -> None:
         """Copy the buffers of one module that a region changes; on the region's first call, all small ones."""
         facts = _buffer_facts.get(module)
         if facts is None:
             facts = _buffer_facts[module] = BufferFacts()
-        key = (region_key, module.training)
-        learning = key not in facts.looked_in
-        facts.looked_in.add(key)
+        learning = (self._key, module.training) not in facts.looked_in
         for name, value in module._buffers.items():
             is_candidate = (
                 learning
@@ -93,15 +92,17 @@ class BufferState:
         if self._learning:
             self._entry = [entry for entry in self._entry if self._is_changed(*entry)]
             self._learning = set()
+        for _, module in self._modules:  # only now: other threads may be in their own first call
+            _buffer_facts[module].looked_in.add((self._key, module.training))
         now = self._read_versions()
         if now == self._versions:
             return
         kept = {(id(module), name) for module, name, _ in self._entry}
-        for label, module, name, _ in self._named():
+        for label, module, name, value in self._named():
             key = (id(module), name)
             if now[key] != self._versions.get(key) and key not in kept:
-                _buffer_facts[module].changed.add(name)
-                self.lost.append(label)
+                _buffer_facts[module].changed.add(name)  # kept from the next call on
+                self._lost.append((label, value))
         self._versions = now
 
     def _is_changed(self, module: nn.Module, name: str, entry: torch.Tensor) -> bool:
@@ -114,12 +115,12 @@ class BufferState:
         return True
 
     def moved(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that somebody else changed since the forward."""
+        """Return the buffers that are not what the forward read, and that cannot be given back to it."""
         now = self._read_versions()
         if now == self._versions:
-            return []
+            return self._lost
         kept = {(id(module), name) for module, name, _ in self._entry}
-        moved = []
+        moved = list(self._lost)
         for label, module, name, value in self._named():
             key = (id(module), name)
             before = self._versions.get(key)
