@@ -100,13 +100,14 @@ class BufferState:
         kept = {(id(module), name) for module, name, _ in self._entry}
         for label, module, name, value in self._named():
             key = (id(module), name)
-            if now[key] != self._versions.get(key) and key not in kept:
+            before = self._versions.get(key)
+            if key not in kept and before is not None and before[0] == id(value) and before != now[key]:
                 _buffer_facts[module].changed.add(name)  # kept from the next call on
                 self._lost.append((label, value))
         self._versions = now
 
     def _is_changed(self, module: nn.Module, name: str, entry: torch.Tensor) -> bool:
-        if (id(module), name) not in self._learning:
+        if (id(module), name) not in self._learning or name in _buffer_facts[module].changed:
             return True
         value = module._buffers.get(name)
         if value is not None and value.shape == entry.shape and torch.equal(value.detach(), entry):
