@@ -12,6 +12,7 @@ import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey as DispatchKey
 from torch._C import Generator as Generator
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _get_dispatch_mode
 from torch._C import _get_graph_exec_group as get_graph_exec_group
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled

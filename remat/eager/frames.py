@@ -38,9 +38,10 @@ from remat.eager.determinism import (
     more_error,
 )
 from remat.eager.errors import CheckpointError
-from remat.eager.reach import Reached
+from remat.eager.reach import Reached, name_text
 from remat.eager.state import ReadGuard, WatchedState, version_of
 from remat.passes.torch_private import (
+    DisableTorchDispatch,
     SavedTensor,
     current_graph_task_id,
     current_graph_task_keeps_graph,
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
 _UNPACKED_TWICE = (
     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
 )
+# The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before that kernel
+# would leave it empty, so a recomputation that ends there goes on to the next saved tensor.
+_FILLED_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -428,6 +432,19 @@ def argument_name(function: Any, index: int, arguments: SavedArguments) -> str:
     return f"`{names[index]}`" if index < len(names) else f"number {index}"
 
 
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor off its history without an op."""
+    return tensor.data
+
+
+def _data_past_modes(tensor: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor off its history without telling dispatch modes, which `.data` would."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return tensor.data
+    with DisableTorchDispatch():
+        return tensor.data
+
+
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -473,8 +490,8 @@ class Recomputation:
     def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
-        detaches = frame.copies_by_op
-        run = self
+        detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
+        getframe, run = sys._getframe, self
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             index = run.num_saved
@@ -482,8 +499,10 @@ class Recomputation:
             if guard is not None:
                 guard.check_saved(tensor)
             if tensor.requires_grad:
-                tensor = tensor.detach() if detaches else tensor.data
+                tensor = detach(tensor)
             if index >= len(holders):
+                if stops:
+                    raise run.stop
                 run.note_surplus(tensor)
                 return tensor
             holder = holders[index]()
@@ -500,7 +519,9 @@ class Recomputation:
                         seen = check(tensor)
                     if metadata[index] != seen:
                         run.note_mismatch(index, seen, sys._getframe(1))
-            if stops and index + 1 == num_needed:
+            if stops and index + 1 >= num_needed and (
+                index >= num_needed or _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names)
+            ):
                 raise run.stop
             return tensor
 
@@ -540,7 +561,7 @@ class Recomputation:
 
     def _training(self) -> list[tuple[str, bool, bool]]:
         found = [(name, module(), before) for name, module, before in self._frame.training]
-        return [(name, before, module.training) for name, module, before in found if module is not None]
+        return [(name_text(n), before, module.training) for n, module, before in found if module is not None]
 
     def forget(self) -> None:
         """Drop what this run has put into holders."""

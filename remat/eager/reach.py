@@ -20,6 +20,8 @@ from remat.passes.torch_private import Generator
 _MAX_DEPTH = 4  # closures inside closures; each wrapper around the user's function takes one
 _MAX_ITEMS = 256  # of one container
 
+Name = Any  # a string, or (name of a container, key in it): put together only when somebody reads it
+
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, NOTHING = range(6)
 
 
@@ -27,9 +29,14 @@ TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, NOTHING = range(6)
 class Reached:
     """Tensors with their names, modules with their names, and explicit generators."""
 
-    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    tensors: list[tuple[Name, torch.Tensor]] = field(default_factory=list)
+    modules: list[tuple[Name, nn.Module]] = field(default_factory=list)
     generators: list[Generator] = field(default_factory=list)
+
+
+def name_text(name: Name) -> str:
+    """Return a name as Python code would spell it."""
+    return name if isinstance(name, str) else f"{name_text(name[0])}[{name[1]!r}]"
 
 
 _kinds: dict[type, int] = {}
@@ -65,7 +72,7 @@ def reach(function: Any) -> Reached:
     return found
 
 
-def _visit(name: str, value: Any, found: Reached, depth: int) -> None:
+def _visit(name: Name, value: Any, found: Reached, depth: int) -> None:
     kind = kind_of(value)
     if kind == NOTHING:
         return
@@ -82,10 +89,10 @@ def _visit(name: str, value: Any, found: Reached, depth: int) -> None:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             if kind_of(item) != NOTHING:
-                _visit(f"{name}[{key!r}]", item, found, depth - 1)
+                _visit((name, key), item, found, depth - 1)
 
 
-def _visit_callable(name: str, function: Any, found: Reached, depth: int) -> None:
+def _visit_callable(name: Name, function: Any, found: Reached, depth: int) -> None:
     cls = type(function)
     if cls is types.FunctionType:
         _visit_function(function, found, depth)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,8 +51,9 @@ class _PythonByMemory:
         self._last = b""
 
     def peek(self) -> tuple[bytes, float | None]:
-        if self._live != self._last:
-            self._last = bytes(self._live)
+        state = self._live.tobytes()
+        if state != self._last:  # one copy for all regions between two draws
+            self._last = state
         return self._last, self._instance.gauss_next  # type: ignore[attr-defined]
 
     def restore(self, state: tuple[bytes, float | None]) -> None:
@@ -102,16 +103,14 @@ class _NumpyByMemory:
         self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
         self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
         self._last = b""
-        self._last_gauss = b""
 
     def peek(self) -> Any:
         if self._state._bit_generator is not self._bit_generator:
             return _NumpyBySlowCalls().peek()
-        if self._words != self._last:
-            self._last = bytes(self._words)
-        if self._gauss != self._last_gauss:
-            self._last_gauss = bytes(self._gauss)
-        return self._last, self._last_gauss
+        state = self._words.tobytes()
+        if state != self._last:  # one copy for all regions between two draws
+            self._last = state
+        return self._last, self._gauss.tobytes()
 
     def restore(self, state: Any) -> None:
         if not isinstance(state[0], bytes):
@@ -158,13 +157,96 @@ _python = _python_generator()
 _numpy = _numpy_generator()
 
 
+class _TorchBySlowCalls:
+    """torch's CPU generator, by its public functions."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    def snapshot(self) -> tuple[bytes, torch.Tensor]:
+        """Return the state and something that is equal iff the state is."""
+        state = self._generator.get_state()
+        return bytes(state.numpy()), state
+
+    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
+        """Put a state back."""
+        self._generator.set_state(snapshot[1])
+
+
+class _TorchByMemory(_TorchBySlowCalls):
+    """The same, with a look at the generator's words first: only a state that moved is read or written."""
+
+    def __init__(self, generator: Generator, words_offset: int) -> None:
+        super().__init__(generator)
+        address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS
+        num_bytes = _TORCH_BEFORE_WORDS + 4 * _NUM_WORDS + _TORCH_AFTER_WORDS
+        self._live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+        self._last: tuple[bytes, torch.Tensor] = (b"", torch.empty(0))
+
+    def snapshot(self) -> tuple[bytes, torch.Tensor]:
+        words = self._live.tobytes()
+        last = self._last
+        if words != last[0]:
+            last = self._last = (words, self._generator.get_state())
+        return last
+
+    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
+        if self._live.tobytes() != snapshot[0]:
+            self._generator.set_state(snapshot[1])
+
+
+_TORCH_BEFORE_WORDS = 20  # seed, words left, seeded or not, next word
+_TORCH_AFTER_WORDS = 28  # padding, a spare normal number in single and one in double precision
+
+
+def _torch_words_offset(generator: Generator) -> int | None:
+    """Find where a CPU generator keeps its words; None if they are not there."""
+    words = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view("uint64").astype("uint32").tobytes()
+    at = ctypes.string_at(generator._cdata, 128 + 4 * _NUM_WORDS).find(words)
+    return at if at >= _TORCH_BEFORE_WORDS else None
+
+
+def _memory_tells_all_draws(make: Callable[[Generator], _TorchBySlowCalls]) -> bool:
+    """Check on a generator of our own that every kind of draw shows, and that it repeats from a restored state."""
+    generator = torch.Generator().manual_seed(3)
+    reader = make(generator)
+    draws: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.rand(1, generator=generator),
+        lambda: torch.randn(1, generator=generator),  # leaves a spare number
+        lambda: torch.randn(1, generator=generator),  # takes it, without moving the words
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+        lambda: torch.rand(1000, generator=generator),
+    ]
+    for draw in draws:
+        before = reader.snapshot()
+        drawn = draw()
+        if reader.snapshot()[0] == before[0]:
+            return False
+        reader.restore(before)
+        if not torch.equal(draw(), drawn):
+            return False
+    return True
+
+
+def _torch_generator(generator: Generator) -> _TorchBySlowCalls:
+    """Return the quick reader if torch lays its CPU generator out as expected."""
+    offset = _torch_words_offset(torch.Generator().manual_seed(1))
+    if offset is not None and _memory_tells_all_draws(lambda g: _TorchByMemory(g, offset)):
+        return _TorchByMemory(generator, offset)
+    return _TorchBySlowCalls(generator)
+
+
+_cpu = _torch_generator(torch.default_generator)
+
+
 class RngSnapshot:
     """The random state at a region's entry; what the forward did not touch is dropped at its end."""
 
     __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
-        self.cpu = _cpu_generator.get_state()
+        self.cpu = _cpu.snapshot()
         self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
         self.python: Any = _python.peek()
         self.numpy: Any = _numpy.peek()
@@ -186,7 +268,7 @@ class RngSnapshot:
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    current.cpu = _cpu_generator.get_state()
+    current.cpu = _cpu.snapshot()
     current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
     current.generators = [(g, g.get_state()) for g, _ in snapshot.generators]
     current.python = None if snapshot.python is None else _python.peek()
@@ -197,7 +279,7 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    _cpu_generator.set_state(snapshot.cpu)
+    _cpu.restore(snapshot.cpu)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:

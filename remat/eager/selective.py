@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +81,7 @@ class OnMutation(Enum):
 class OpFacts:
     """What the engine must know about an op, looked up once."""
 
+    op: Any
     is_random: bool
     is_collective: bool
     mutates: tuple[int, ...]
@@ -92,11 +92,21 @@ class OpFacts:
     """True if running it is all there is to it."""
 
 
-@cache
+# Ops are keyed by identity throughout: hashing one runs Python code, twice per op and table. Facts keep the op alive.
+_facts: dict[int, OpFacts] = {}
+
+
 def op_facts(op: Any) -> OpFacts:
     """Look an op up."""
+    facts = _facts.get(id(op))
+    if facts is None:
+        facts = _facts[id(op)] = _find_facts(op)
+    return facts
+
+
+def _find_facts(op: Any) -> OpFacts:
     if isinstance(op, HigherOrderOperator):
-        return OpFacts(False, False, (), updates_in_place=False, is_plain=False)
+        return OpFacts(op, False, False, (), updates_in_place=False, is_plain=False)
     arguments = op._schema.arguments
     mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     returns = op._schema.returns
@@ -104,6 +114,7 @@ def op_facts(op: Any) -> OpFacts:
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     is_collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
+        op=op,
         is_random=is_random,
         is_collective=is_collective,
         mutates=mutates,
@@ -257,6 +268,11 @@ class _SelectiveMode(TorchDispatchMode):
         self.num_suspensions = 0
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without the wrapper by which torch keeps compilers out of a mode: a region has kept them out already."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code inside a region be one op to the policy, instead of forbidding it."""
         return True
@@ -276,7 +292,7 @@ class Recorder(_SelectiveMode):
             self.sink.store = Store()
         self._counts = self.sink.store.counts
         # Ops of which the policy answers by name alone, and which need no care of ours: known to be just run.
-        self._runs_only: set[Any] = getattr(policy, "runs_only", None) or set()
+        self._runs_only: set[int] = getattr(policy, "runs_only", set())
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
         self._entries: list[weakref.ref[AnyEntry]] = []
         self._saved_a_random_op = False
@@ -290,16 +306,17 @@ class Recorder(_SelectiveMode):
         """What was kept so far, by op and number."""
         found: dict[Any, dict[int, Any]] = {}
         assert self.sink.store is not None
-        for (op, number), reference in self.sink.store.entries.items():
+        for (key, number), reference in self.sink.store.entries.items():
             entry = reference()
-            if entry is not None:
-                found.setdefault(op, {})[number] = entry
+            if entry is not None and key in _facts:
+                found.setdefault(_facts[key].op, {})[number] = entry
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the forward, and keep its output if the policy says so."""
-        if func in self._runs_only and not self.num_suspensions:
-            self._counts[func] += 1
+        key = id(func)
+        if key in self._runs_only and not self.num_suspensions:
+            self._counts[key] += 1
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if self.num_suspensions or func in SAC_IGNORED_OPS or _is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -322,7 +339,7 @@ class Recorder(_SelectiveMode):
                 assert self.sink.store is not None
                 self.sink.store.rng_states[(key, number)] = rng_state
             elif self._answer_for is not None and facts.is_plain:
-                self._runs_only.add(func)
+                self._runs_only.add(id(func))
         else:
             self._keep((key, number), func, facts, answer, out)
         return out
@@ -412,7 +429,7 @@ class Replayer(_SelectiveMode):
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
         # Ops of which nothing was kept need only be counted.
-        kept = {_CAST, *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
+        kept = {id(_CAST), *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
         self._limits = {key: count for key, count in store.counts.items() if key not in kept}
 
     def __enter__(self) -> Replayer:
@@ -431,9 +448,9 @@ class Replayer(_SelectiveMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
         if not self.num_suspensions:
-            limit = self._limits.get(func)
+            limit = self._limits.get(id(func))
             if limit:
-                self._limits[func] = limit - 1
+                self._limits[id(func)] = limit - 1
                 return func._op(*args, **kwargs) if kwargs else func._op(*args)
         if self.num_suspensions or func in SAC_IGNORED_OPS or _is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -496,12 +513,12 @@ def _is_cached_cast(func: Any, args: Any) -> bool:
 
 
 def op_key(func: Any, args: Any) -> Any:
-    """Return what an op is matched by: itself, and for a compiled block also which one."""
+    """Return what an op is matched by: its identity, and for a compiled block also which one."""
     if isinstance(func, HigherOrderOperator):
         from remat.passes.torch_private import compiled_code_key
 
         return compiled_code_key(func, args)
-    return func
+    return id(func)
 
 
 _supports_compiled_code = False

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from remat.eager.errors import CheckpointError
-from remat.eager.reach import Reached, module_tree
+from remat.eager.reach import Name, Reached, module_tree, name_text
 from remat.passes.torch_private import TorchDispatchMode, tree_leaves
 
 _LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
@@ -155,11 +155,11 @@ class WatchedState:
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         self._tensors = reached.tensors
-        self._parameters: list[tuple[str, dict[str, Any]]] = []
+        self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
         with_buffers: list[tuple[str, nn.Module]] = []
         for root, module in reached.modules:
             tree = module_tree(module)
-            self._parameters.extend((_join(root, name), values) for name, values in tree.parameters)
+            self._parameters += [((root, name), values) for name, values in tree.parameters]
             for name, reference in tree.with_buffers:
                 child = reference()
                 if child is not None:
@@ -168,11 +168,12 @@ class WatchedState:
         self._versions = self._read_versions()
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._tensors
+        for name, tensor in self._tensors:
+            yield name_text(name), tensor
         for label, parameters in self._parameters:
             for name, value in parameters.items():
                 if value is not None:
-                    yield f"{label}.{name}".lstrip("."), value
+                    yield f"{_join(*label)}.{name}".lstrip("."), value
 
     def _read_versions(self) -> list[int]:
         try:
@@ -198,7 +199,8 @@ class WatchedState:
         return moved + [item for item, before, after in named if before != after]
 
 
-def _join(root: str, name: str) -> str:
+def _join(root: Name, name: str) -> str:
+    root = name_text(root)
     return f"{root}.{name}" if root and name else root or name
 
 
