@@ -1,7 +1,8 @@
 """What a region costs besides its arithmetic: remat, torch.utils.checkpoint and torch_remat in one run.
 
 The overhead of a region is its step time minus the time of "forward twice + backward" of the same function without
-a region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported.
+a region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported. Time is
+processor time of this process: all work is on one thread, and what other processes do does not count.
 
     python benchmarks/eager_overhead.py [--rounds 30] [--json out.json]
 
@@ -124,10 +125,10 @@ def time_steps(workload: Workload, steps: dict[str, Step], rounds: int) -> dict[
         for _ in range(rounds):
             for name, step in steps.items():
                 clear_grads(workload)
-                start = time.perf_counter()
+                start = time.process_time()
                 for _ in range(workload.num_calls):
                     step()
-                times[name].append((time.perf_counter() - start) / workload.num_calls * 1e6)
+                times[name].append((time.process_time() - start) / workload.num_calls * 1e6)
             gc.collect()
     finally:
         gc.enable()

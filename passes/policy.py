@@ -33,8 +33,8 @@ class SaveOps:
     """Save the outputs of some ops and recompute all others."""
 
     ops: frozenset[Any]
-    runs_only: set[int] = field(default_factory=set, compare=False, repr=False)
-    """Identities of ops that an engine found to need nothing but being run; grows with use."""
+    known: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
+    """By identity of an op that needs no care of the engine's: whether it is saved. Filled by the engine."""
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Answer for one op; everything but the op itself is ignored."""

@@ -16,8 +16,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -362,10 +362,8 @@ class Frame:
         set_grad_enabled(True)
         try:
             if surroundings:
-                with ExitStack() as stack:
-                    for surrounding in surroundings:
-                        stack.enter_context(surrounding)
-                    execution.mode = surroundings[-1] if self.selective is not None else None
+                execution.mode = surroundings[-1] if self.selective is not None else None
+                with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
                     run.call(self._function, args, kwargs)
             else:
                 run.call(self._function, args, kwargs)
@@ -447,6 +445,14 @@ def _data_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+@contextmanager
+def _all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

@@ -58,6 +58,7 @@ _CAST = torch.ops.aten._to_copy.default
 _NOT_JUST_RUN = SAC_IGNORED_OPS | {_CAST}
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
+_VERSION_COUNTING = DispatchKey.ADInplaceOrView
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -133,7 +134,10 @@ class Entry:
         self._is_copy = is_written and on_mutation is OnMutation.COPY
         self._value = _map_tensors(torch.clone if self._is_copy else _alias, value)
         # An in-place op's own change is counted only after the mode has returned its output.
-        self._versions = [version_of(t) + is_written for t in _tensors(self._value)]
+        if type(value) is torch.Tensor:
+            self._versions = [value._version + is_written]
+        else:
+            self._versions = [version_of(t) + is_written for t in _tensors(self._value)]
         self._on_mutation = on_mutation
 
     @property
@@ -151,8 +155,11 @@ class Entry:
 
     def take(self) -> Any:
         """Return the value as the op would have returned it: new tensors without history."""
+        value = self._value
+        if type(value) is torch.Tensor and not self._is_copy and value._version <= self._versions[0]:
+            return value.detach()
         if self._is_copy:
-            return _map_tensors(torch.clone, self._value)  # the op after it will change it again
+            return _map_tensors(torch.clone, value)  # the op after it will change it again
         if self._on_mutation is not OnMutation.ALLOW:
             for tensor, version in zip(_tensors(self._value), self._versions, strict=True):
                 if version_of(tensor) > version:
@@ -291,8 +298,8 @@ class Recorder(_SelectiveMode):
         if self.sink.store is None:
             self.sink.store = Store()
         self._counts = self.sink.store.counts
-        # Ops of which the policy answers by name alone, and which need no care of ours: known to be just run.
-        self._runs_only: set[int] = getattr(policy, "runs_only", set())
+        # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
+        self._known: dict[int, bool] = getattr(policy, "known", {})
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
         self._entries: list[weakref.ref[AnyEntry]] = []
         self._saved_a_random_op = False
@@ -315,9 +322,14 @@ class Recorder(_SelectiveMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the forward, and keep its output if the policy says so."""
         key = id(func)
-        if key in self._runs_only and not self.num_suspensions:
-            self._counts[key] += 1
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        is_saved = self._known.get(key)
+        if is_saved is not None and not self.num_suspensions:
+            number = self._counts[key]
+            self._counts[key] = number + 1
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            if is_saved:
+                self._add((key, number), Entry(out, self.on_mutation))
+            return out
         if self.num_suspensions or func in SAC_IGNORED_OPS or _is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
         if is_tracing_proxies():
@@ -338,10 +350,10 @@ class Recorder(_SelectiveMode):
             if rng_state is not None:
                 assert self.sink.store is not None
                 self.sink.store.rng_states[(key, number)] = rng_state
-            elif self._answer_for is not None and facts.is_plain:
-                self._runs_only.add(id(func))
         else:
             self._keep((key, number), func, facts, answer, out)
+        if self._answer_for is not None and facts.is_plain and answer not in _OFFLOADS:
+            self._known[key] = answer not in _RECOMPUTES
         return out
 
     def _ask(self, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
@@ -365,12 +377,15 @@ class Recorder(_SelectiveMode):
         if facts.mutates and not facts.updates_in_place:
             return  # writes to several places: running it again is the only way to have them all
         entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, bool(facts.mutates))
-        reference: weakref.ref[AnyEntry] = weakref.ref(entry)
-        open_segment(self.sink).items.append(entry)
-        assert self.sink.store is not None
-        self.sink.store.entries[key] = reference
-        self._entries.append(reference)
+        self._add(key, entry)
         self._saved_a_random_op |= facts.is_random
+
+    def _add(self, key: OpKey, entry: AnyEntry) -> None:
+        reference: weakref.ref[AnyEntry] = weakref.ref(entry)
+        segment = open_segment(self.sink)
+        segment.items.append(entry)
+        segment.store.entries[key] = reference
+        self._entries.append(reference)
 
     def _before_mutation(self, facts: OpFacts, args: Any) -> None:
         storages = {storage_id(t) for i in facts.mutates if i < len(args) for t in _tensors(args[i])}
@@ -537,7 +552,7 @@ def _support_compiled_code() -> None:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory with no history but the same version counter."""
-    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+    with SetExcludeDispatchKeyGuard(_VERSION_COUNTING, False):
         return tensor.detach()
 
 
