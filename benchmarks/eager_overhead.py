@@ -1,7 +1,9 @@
 """What a region costs besides its arithmetic: remat, torch.utils.checkpoint and torch_remat in one run.
 
-The overhead of a region is its step time minus the time of "forward twice + backward" of the same function without
-a region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported. Time is
+The overhead of a region is its step time minus the time of "forward twice + backward" of the same function
+without
+a region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported.
+Time is
 processor time of this process: all work is on one thread, and what other processes do does not count.
 
     python benchmarks/eager_overhead.py [--rounds 30] [--json out.json]
@@ -24,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from remat.passes.policy import normalise_policy
 
 from remat import compat
 from remat.eager import RegionSpec, Selective, run_region
 from remat.eager.determinism import default_metadata
-from remat.passes.policy import normalise_policy
 
 SAVED_OPS = [torch.ops.aten.mm.default]
 Step = Callable[[], None]
@@ -48,7 +50,9 @@ class Workload:
 def make_workload(name: str, size: int, depth: int, num_calls: int, torch_remat: Any) -> Workload:
     """Build a chain of `depth` times (matmul, bias, gelu, residual): four ops each."""
     generator = torch.Generator().manual_seed(0)
-    weights = [(torch.randn(size, size, generator=generator) / size**0.5).requires_grad_() for _ in range(depth)]
+    weights = [
+        (torch.randn(size, size, generator=generator) / size**0.5).requires_grad_() for _ in range(depth)
+    ]
     biases = [torch.zeros(size, requires_grad=True) for _ in range(depth)]
     x = torch.randn(size, size, generator=generator, requires_grad=True)
 
@@ -136,7 +140,7 @@ def time_steps(workload: Workload, steps: dict[str, Step], rounds: int) -> dict[
 
 
 def overheads(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median over rounds of (step − floor), in microseconds."""
+    """Return the median over rounds of (step - floor), in microseconds."""
     floor = times["floor"]
     return {
         name: statistics.median(a - b for a, b in zip(values, floor, strict=True))

@@ -1,7 +1,8 @@
 """The policy vocabulary of both engines: what a user may hand over, and the one form it is used in.
 
 A policy is a list of ops (those are saved) or a callable `fn(ctx, op, *args, **kwargs)` that answers with a
-`CheckpointPolicy` or a bool. `normalise_policy` turns either into a callable, `checked_answer` turns what that
+`CheckpointPolicy` or a bool. `normalise_policy` turns either into a callable, `checked_answer` turns what
+that
 callable says into a `CheckpointPolicy`, or into an error that names policy and op.
 """
 
@@ -11,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy
-
 from remat.passes.errors import RematError
 from remat.passes.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 PolicyFunction = Callable[..., "CheckpointPolicy | bool"]
 Policy = PolicyFunction | Sequence[Any]
@@ -36,7 +36,7 @@ class SaveOps:
     known: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
     """By identity of an op that needs no care of the engine's: whether it is saved. Filled by the engine."""
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG002
         """Answer for one op; everything but the op itself is ignored."""
         return self.answer_for(op)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import CodeType
 from typing import Any
@@ -13,22 +13,21 @@ from torch._C import DispatchKey as DispatchKey
 from torch._C import Generator as Generator
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
-from torch._C import _get_dispatch_mode
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _get_graph_exec_group as get_graph_exec_group
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_graph_exec_group as set_graph_exec_group
 from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
-from torch._C import _TorchDispatchModeKey
 from torch._C._autograd import SavedTensor as SavedTensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as current_graph_task_keeps_graph
 from torch._C._autograd import _make_saved_tensor as make_saved_tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack as peek_functorch_stack
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -42,6 +41,54 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
+# Names of the eager engine.
+__all__ = [
+    "DeviceContext",
+    "DisableTorchDispatch",
+    "DispatchKey",
+    "FunctionalTensor",
+    "Generator",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "SavedTensor",
+    "SetExcludeDispatchKeyGuard",
+    "TorchDispatchMode",
+    "compiled_code_key",
+    "current_graph_task_id",
+    "current_graph_task_keeps_graph",
+    "fx_current_meta",
+    "get_eval_frame_callback",
+    "get_function_mode_stack",
+    "get_graph_exec_group",
+    "is_any_autocast_enabled",
+    "is_full_backward",
+    "is_tracing",
+    "is_tracing_proxies",
+    "len_torch_function_stack",
+    "make_saved_tensor",
+    "peek_functorch_stack",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
+    "redirect_compiled_code_to",
+    "run_uncompiled",
+    "set_grad_enabled",
+    "set_graph_exec_group",
+    "skip_code",
+    "top_saved_tensors_hooks",
+    "traced_nodes_since",
+    "traced_nodes_so_far",
+    "tree_leaves",
+    "tree_map",
+]
+
+
+def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function and keep Dynamo out of it and of all it calls."""
+    from torch._dynamo import disable
+
+    return disable(function, recursive=True)(*args)  # type: ignore[no-untyped-call]
+
 
 def skip_code(code: CodeType) -> None:
     """Keep Dynamo from compiling one function; what it calls is not affected."""
@@ -49,7 +96,7 @@ def skip_code(code: CodeType) -> None:
 
 
 def is_tracing_proxies() -> bool:
-    """True while a compiler records ops into an FX graph; not for a non-strict trace, which wants eager's ops."""
+    """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not _is_non_strict_tracing()
 
 

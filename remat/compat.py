@@ -1,6 +1,7 @@
 """Every name of `torch.utils.checkpoint`, with the same signatures, over remat's engine.
 
-Code written for torch runs after changing the import. Where torch refuses (several backwards through a selective
+Code written for torch runs after changing the import. Where torch refuses (several backwards through a
+selective
 region, say) this works; where torch is silently wrong (an argument changed in place) this raises.
 """
 
@@ -47,7 +48,8 @@ __all__ = [
 ]
 
 _USE_REENTRANT_TIP = (
-    "the use_reentrant parameter should be passed explicitly. torch's default is still True, and is kept here; "
+    "the use_reentrant parameter should be passed explicitly. torch's default is still True, and is kept "
+    "here; "
     "use_reentrant=False is recommended: it supports keyword arguments, autograd.grad and nesting."
 )
 
@@ -56,7 +58,9 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,
-    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
+    context_fn: Callable[
+        [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    ] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
@@ -84,7 +88,7 @@ def checkpoint(
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-        return CheckpointFunction.apply(function, preserve_rng_state, *args)
+        return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
     if context_fn is noop_context_fn:
         return run_region(
             function, args, kwargs, cached_spec(preserve_rng_state, determinism_check, debug, early_stop)
@@ -111,16 +115,14 @@ def checkpoint_sequential(
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     regions, rest = split_in_segments(functions, segments)
     for region in regions:
-        input = checkpoint(
-            region, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state
-        )
+        input = checkpoint(region, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
     return rest(input)
 
 
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a pair of contexts that save what a policy says; hand a function returning it to `context_fn`."""
+    """Return a pair of contexts that save what a policy says, to be returned by a `context_fn`."""
     policy = normalise_policy(policy_fn_or_list, allow_packets=False)
     on_mutation = OnMutation.ALLOW if allow_cache_entry_mutation else OnMutation.RAISE
     recorder = Recorder(policy, on_mutation)

@@ -1,6 +1,7 @@
 """`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
 
-Here is the eager half. `_call_region` is the joint: the one place where a call of a marked function is handed to an
+Here is the eager half. `_call_region` is the joint: the one place where a call of a marked function is
+handed to an
 engine.
 """
 
@@ -63,16 +64,18 @@ def checkpoint_region(
     debug: bool = False,
 ) -> Callable[[F], F]: ...
 def checkpoint_region(function: Any = None, *, name: str | None = None, **options: Any) -> Any:
-    """Mark a function, a method or a module: what it computes is dropped after forward and recomputed in backward.
+    """Mark a function, method or module: what it computes is dropped after forward, recomputed in backward.
 
-    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the region.
+    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the
+    region.
     """
     if function is None:
         return functools.partial(checkpoint_region, name=name, **options)
     if not callable(function):
         raise OptionError(
             f"checkpoint_region marks a function, a method or a module, not {type(function).__name__}. "
-            'Write @checkpoint_region above the function; options go by keyword: @checkpoint_region(name="mlp").'
+            "Write @checkpoint_region above the function; options go by keyword: "
+            '@checkpoint_region(name="mlp").'
         )
     region = RegionOptions(name=name or _default_name(function), **options)
     if isinstance(function, nn.Module):
@@ -98,7 +101,7 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
 def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
     """Make a module's forward a region; type, parameters, hooks and state_dict keys stay as they are."""
-    module.forward = _mark_function(module.forward, region)  # type: ignore[method-assign]
+    module.forward = _mark_function(module.forward, region)
     return module
 
 

@@ -52,11 +52,9 @@ def test_checkpoint_error_is_a_runtime_error():
 @pytest.mark.parametrize("function", ["checkpoint", "checkpoint_sequential"])
 def test_leaving_use_reentrant_out_warns(function):
     x = torch.randn(3, requires_grad=True)
+    args = (torch.sin, x) if function == "checkpoint" else ([nn.Linear(3, 3), nn.Linear(3, 3)], 2, x)
     with pytest.warns(UserWarning, match="use_reentrant parameter should be passed explicitly"):
-        if function == "checkpoint":
-            compat.checkpoint(torch.sin, x)
-        else:
-            compat.checkpoint_sequential([nn.Linear(3, 3), nn.Linear(3, 3)], 2, x)
+        getattr(compat, function)(*args)
 
 
 def test_passing_use_reentrant_does_not_warn():
@@ -108,7 +106,9 @@ def test_detach_variable_cuts_history_and_keeps_the_wish_for_grad():
     assert detached.requires_grad
     assert not plain.requires_grad
     assert other == "text"
-    with pytest.raises(RuntimeError, match="Only tuple of tensors is supported. Got Unsupported input type: list"):
+    with pytest.raises(
+        RuntimeError, match=r"Only tuple of tensors is supported. Got Unsupported input type: list"
+    ):
         compat.detach_variable([x])
 
 

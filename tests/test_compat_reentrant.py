@@ -53,7 +53,9 @@ def test_a_region_whose_outputs_need_no_grad_is_refused_in_backward():
         with torch.no_grad():
             return x * 2
 
-    with pytest.raises(RuntimeError, match=r"none of output has requires_grad=True, this checkpoint\(\) is not necessary"):
+    with pytest.raises(
+        RuntimeError, match=r"none of output has requires_grad=True, this checkpoint\(\) is not necessary"
+    ):
         reentrant(function, x).sum().backward()
 
 

@@ -26,7 +26,9 @@ def test_any_number_of_segments_gives_the_same_gradients(segments, use_reentrant
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("num_functions", "segments", "expected"), [(6, 3, 4), (7, 3, 4), (3, 3, 2), (5, 1, 0), (2, 9, 1)])
+@pytest.mark.parametrize(
+    ("num_functions", "segments", "expected"), [(6, 3, 4), (7, 3, 4), (3, 3, 2), (5, 1, 0), (2, 9, 1)]
+)
 def test_all_but_the_last_segment_run_twice(num_functions, segments, expected):
     calls = []
 
@@ -35,7 +37,9 @@ def test_all_but_the_last_segment_run_twice(num_functions, segments, expected):
         return x.sin()
 
     x = torch.randn(2, requires_grad=True)
-    compat.checkpoint_sequential([function] * num_functions, segments, x, use_reentrant=False).sum().backward()
+    compat.checkpoint_sequential(
+        [function] * num_functions, segments, x, use_reentrant=False
+    ).sum().backward()
     assert len(calls) - num_functions == expected
 
 

@@ -44,7 +44,9 @@ class Step:
 
     def __init__(self, region):
         self.region = region
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8))
+        self.model = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8)
+        )
         self.where = None
 
     def block(self, x):
@@ -98,7 +100,13 @@ def raising(step, where):
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("plain", None), ("save_matmuls", None), ("plain", "forward"), ("save_matmuls", "recompute"), ("save_all", "backward")],
+    [
+        ("plain", None),
+        ("save_matmuls", None),
+        ("plain", "forward"),
+        ("save_matmuls", "recompute"),
+        ("save_all", "backward"),
+    ],
 )
 def test_fifty_steps_leak_nothing(name, where):
     step = Step(REGIONS[name])

@@ -11,10 +11,12 @@ import warnings
 import pytest
 import torch
 from eager_testing import REGIONS
-from remat.compat import CheckpointError
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# The database is part of torch.testing, whose base class comes from a package that only torch's own tests need.
+from remat.compat import CheckpointError
+
+# The database is part of torch.testing, whose base class comes from a package that only torch's own tests
+# need.
 if "expecttest" not in sys.modules:
     stand_in = types.ModuleType("expecttest")
     stand_in.TestCase = unittest.TestCase
@@ -29,12 +31,36 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # many ops warn about their o
 NUM_SAMPLES = 6  # per op; the database holds up to hundreds
 OPS = [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float32, "cpu")]
 SAMPLED = {
-    "addmm", "bmm", "cat", "cumsum", "einsum", "gather", "index_put", "linalg.svd", "logsumexp", "matmul", "mul",
-    "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.cross_entropy", "nn.functional.dropout",
-    "nn.functional.embedding", "nn.functional.gelu", "nn.functional.layer_norm", "nn.functional.rrelu",
-    "nn.functional.scaled_dot_product_attention", "normal", "pow", "softmax", "sort", "split", "topk", "unbind",
-    "var_mean", "where",
-}  # fmt: skip
+    "addmm",
+    "bmm",
+    "cat",
+    "cumsum",
+    "einsum",
+    "gather",
+    "index_put",
+    "linalg.svd",
+    "logsumexp",
+    "matmul",
+    "mul",
+    "nn.functional.batch_norm",
+    "nn.functional.conv2d",
+    "nn.functional.cross_entropy",
+    "nn.functional.dropout",
+    "nn.functional.embedding",
+    "nn.functional.gelu",
+    "nn.functional.layer_norm",
+    "nn.functional.rrelu",
+    "nn.functional.scaled_dot_product_attention",
+    "normal",
+    "pow",
+    "softmax",
+    "sort",
+    "split",
+    "topk",
+    "unbind",
+    "var_mean",
+    "where",
+}
 
 
 def leaves_of(sample):
@@ -45,7 +71,8 @@ def leaves_of(sample):
 def fresh(values):
     """Copy the tensors of a sample, so that runs share nothing."""
     return [
-        v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values
+        v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+        for v in values
     ]
 
 
@@ -116,7 +143,9 @@ def identify(op):
 
 
 @pytest.mark.parametrize("name", ["plain", "save_all", "recompute_all"])
-@pytest.mark.parametrize("op", [op for op in OPS if op.name in SAMPLED and not op.variant_test_name], ids=identify)
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if op.name in SAMPLED and not op.variant_test_name], ids=identify
+)
 def test_sampled_ops_are_bitwise_equal(op, name):
     assert check(op, REGIONS[name]) > 0
 

@@ -33,7 +33,9 @@ def test_outputs_and_gradients_are_bitwise_those_of_the_function(region, x):
 
 
 @every_region
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.RReLU(), nn.Dropout1d(0.3)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.RReLU(), nn.Dropout1d(0.3)], ids=lambda m: type(m).__name__
+)
 def test_random_layers_draw_the_same_numbers_again(region, layer, x):
     assert_same_grads(region, lambda x: layer(x.sin()).cos() * layer(x), x)
 
@@ -152,7 +154,7 @@ def test_disjoint_backwards_without_retain_graph(region, x):
     y, z = region(function, x)
     (grad_y,) = torch.autograd.grad(z, y, torch.ones_like(z))
     (grad_x,) = torch.autograd.grad(y, x, grad_y)
-    ry, rz = function(x)
+    _, rz = function(x)
     assert torch.equal(grad_x, torch.autograd.grad(rz.sum(), x)[0])
 
 
@@ -306,8 +308,8 @@ def test_reading_saved_tensors_twice_in_one_backward_is_refused():
 
         @staticmethod
         def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            (x,) = ctx.saved_tensors
+            for _ in range(2):
+                (_x,) = ctx.saved_tensors
             return grad
 
     with pytest.raises(compat.CheckpointError, match="was already unpacked once"):
@@ -327,7 +329,9 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -336,7 +340,9 @@ class Wrapped(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.num_ops += 1
         unwrap = lambda t: t.inner if isinstance(t, cls) else t  # noqa: E731
-        out = func(*torch.utils._pytree.tree_map(unwrap, args), **torch.utils._pytree.tree_map(unwrap, kwargs or {}))
+        out = func(
+            *torch.utils._pytree.tree_map(unwrap, args), **torch.utils._pytree.tree_map(unwrap, kwargs or {})
+        )
         return torch.utils._pytree.tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, out)
 
 
@@ -464,9 +470,17 @@ class TestAmbientSettings:
 
         with function_around():
             out = plain(function, torch.randn(2, 4, requires_grad=True, dtype=torch.float32, device="cpu"))
-        before = (torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.is_autocast_cache_enabled())
+        before = (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+            torch.is_autocast_cache_enabled(),
+        )
         out.sum().backward()
-        after = (torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.is_autocast_cache_enabled())
+        after = (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+            torch.is_autocast_cache_enabled(),
+        )
         assert before == after
         return seen
 
@@ -573,7 +587,11 @@ class TestGraphExecGroup:
                 out.sum().backward()
 
     def test_groups_do_not_nest(self):
-        with compat.GraphExecGroup(), pytest.raises(RuntimeError, match="cannot be nested"), compat.GraphExecGroup():
+        with (
+            compat.GraphExecGroup(),
+            pytest.raises(RuntimeError, match="cannot be nested"),
+            compat.GraphExecGroup(),
+        ):
             pass
 
 

@@ -33,7 +33,7 @@ class Counting(nn.Module):
 
 
 class OwnStatistics(nn.Module):
-    """Gives buffers of its own to the functional batch norm, which changes them without counting a version."""
+    """Gives its buffers to the functional batch norm, which changes them without counting a version."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,9 @@ MODULES = {
     "counter": Counting,
     "own statistics": OwnStatistics,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "instance norm": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)
+    ),
 }
 
 
@@ -71,7 +73,7 @@ def test_module_state_moves_once_and_gradients_are_the_same(region, make):
 
 @every_region
 def test_two_forwards_before_two_backwards(region):
-    """Gradient accumulation, or a shared module: the second forward moves state the first one is replayed on."""
+    """Gradient accumulation: the second forward moves state that the first one is replayed on."""
     torch.manual_seed(0)
     model, reference = Counting(), Counting()
     x, y = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
@@ -130,7 +132,10 @@ class TestChangedTensors:
         out = region(block, h)
         with torch.no_grad():
             h.add_(1)
-        with pytest.raises(compat.CheckpointError, match=r"argument `hidden` of region .*block has been modified by an inplace"):
+        with pytest.raises(
+            compat.CheckpointError,
+            match=r"argument `hidden` of region .*block has been modified by an inplace",
+        ):
             out.sum().backward()
 
     @every_region
@@ -148,7 +153,9 @@ class TestChangedTensors:
         combine = torch.mul if use == "saved" else torch.add
         out = REGIONS[name](lambda x: combine(x, factor).sin().exp(), x)
         factor.add_(1)
-        with pytest.raises(compat.CheckpointError, match="`factor`, .* has been modified by an inplace operation"):
+        with pytest.raises(
+            compat.CheckpointError, match=r"`factor`, .* has been modified by an inplace operation"
+        ):
             out.sum().backward()
 
     @pytest.mark.parametrize("parameter", ["0.weight", "0.bias", "2.weight"])
@@ -167,7 +174,7 @@ class TestChangedTensors:
         late = plain(lambda x: model(x).sin(), x)
         model(x).sum().backward()
         optimizer.step()
-        with pytest.raises(compat.CheckpointError, match="`model.(weight|bias)`"):
+        with pytest.raises(compat.CheckpointError, match=r"`model.(weight|bias)`"):
             late.sum().backward()
 
     def test_a_buffer_changed_by_somebody_else_is_named(self):

@@ -7,20 +7,23 @@ import threading
 import pytest
 import torch
 from eager_testing import REGIONS, OpCounter, plain
+from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
 from torch import nn
 
-from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
 from remat.region import checkpoint_region, is_recomputing
 
 pytestmark = [
-    # torch's own: forward-mode AD loads decompositions written in TorchScript, Dynamo looks at `.grad` of what it traces.
+    # torch's own: forward-mode AD loads decompositions written in TorchScript, Dynamo looks at `.grad` of
+    # what it traces.
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-some_regions = pytest.mark.parametrize("region", [REGIONS["plain"], REGIONS["save_matmuls"]], ids=["plain", "save_matmuls"])
+some_regions = pytest.mark.parametrize(
+    "region", [REGIONS["plain"], REGIONS["save_matmuls"]], ids=["plain", "save_matmuls"]
+)
 
 
 @pytest.fixture(autouse=True)

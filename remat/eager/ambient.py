@@ -76,7 +76,7 @@ PLAIN = Ambient(None, True, torch.float32, None)
 
 def current_device_context() -> Any:
     """Return the innermost `torch.device` context (or default device) in force, or None."""
-    for mode in reversed(get_function_mode_stack()):
+    for mode in reversed(get_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceContext):
             return mode
     return None
@@ -121,7 +121,8 @@ def _device_context(wanted: Any) -> Iterator[None]:
     """Run a block under the default device that the forward had."""
     current = current_device_context()
     if wanted is None and current is not None:
-        # The mode below cannot be taken off the stack from here; one on top that names the CPU has its effect.
+        # The mode below cannot be taken off the stack from here; one on top that names the CPU has its
+        # effect.
         wanted = DeviceContext(torch.device("cpu"))
     if wanted is None or wanted is current:
         yield

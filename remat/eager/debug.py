@@ -1,4 +1,4 @@
-"""Debug mode: every op of a forward and of its recomputation, with where it was called, for the error message."""
+"""Debug mode: every op of a forward and of its recomputation, and where it was called, for the error."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class OpLog:
         return self.names.setdefault(id(tensor), f"${len(self.names)}")
 
 
-class _LoggingMode(TorchDispatchMode):
+class _LoggingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, log: OpLog) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,9 @@ class _Text(str):
 
 
 def _user_stack() -> list[str]:
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and "/remat/" not in f.filename]
+    frames = [
+        f for f in traceback.extract_stack() if "/torch/" not in f.filename and "/remat/" not in f.filename
+    ]
     return [f"{f.filename}:{f.lineno}:{f.name}" for f in frames[-_MAX_STACK:]]
 
 
@@ -95,7 +97,8 @@ class DebugLogs:
         """Return an error that shows both runs."""
         return CheckpointError(
             f"{error}\n\n"
-            "You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved in the "
+            "You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
+            "in the "
             "original forward differ from those saved in the recomputation.\n\n"
             f"{self._first_difference()}\n"
             f"Operations executed during the original forward:\n{_listing(self.forward)}\n"

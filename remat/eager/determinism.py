@@ -1,12 +1,12 @@
 """Whether a recomputation saved what its forward saved: the checks, and the error that says where they part.
 
-A check maps a saved tensor to something comparable, noted in forward and compared in recompute. "default" looks at
+A check maps a saved tensor to something comparable, noted in forward and compared in recompute. "default"
+looks at
 shape, dtype and device; "none" at nothing; others can be registered.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -56,7 +56,8 @@ class SavePoint:
 
     def __str__(self) -> str:
         line = _line_of(self.code, self.instruction)
-        return f"{self.code.co_filename}:{line} in {self.code.co_qualname if sys.version_info >= (3, 11) else self.code.co_name}"
+        name = getattr(self.code, "co_qualname", self.code.co_name)  # new in Python 3.11
+        return f"{self.code.co_filename}:{line} in {name}"
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
@@ -106,10 +107,13 @@ _TIP = (
     "Tip: to see every op of the forward and of the recomputation, pass `debug=True` to "
     "`torch.utils.checkpoint.checkpoint(...)` (or to remat's), or wrap the call in "
     "`with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):`.\n"
-    "If the region holds code compiled with automatic_dynamic_shapes, the recomputation may have picked another "
+    "If the region holds code compiled with automatic_dynamic_shapes, the recomputation may have picked "
+    "another "
     "compiled graph than the forward.\n"
-    "  - Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions, so that there is one graph; or\n"
-    "  - Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering of the graphs."
+    "  - Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions, so that there is one "
+    "graph; or\n"
+    "  - Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering of the "
+    "graphs."
 )
 
 
@@ -155,7 +159,9 @@ def likely_causes(
     if mismatch is not None and _is_default(mismatch.forward) and _is_default(mismatch.recompute):
         causes += _causes_of(mismatch)
     if counts_differ:
-        causes.append("control flow that depends on data, on a global or on how often the function was called")
+        causes.append(
+            "control flow that depends on data, on a global or on how often the function was called"
+        )
     if not causes:
         return ""
     return "Likely cause: " + "; or ".join(causes) + ".\n"
@@ -174,18 +180,22 @@ def _causes_of(mismatch: Mismatch) -> list[str]:
     causes = []
     if dtype != new_dtype:
         causes.append(
-            f"the dtype changed from {dtype} to {new_dtype}: autocast that is entered in only one of the two runs, "
+            f"the dtype changed from {dtype} to {new_dtype}: autocast that is entered in only one of the "
+            f"two runs, "
             "or a module or argument converted in between (.half(), .to(dtype))"
         )
     if device != new_device:
         causes.append(f"the device changed from {device} to {new_device}: something was moved in between")
     if _grew_in_one_dimension(shape, new_shape):
         causes.append(
-            f"one dimension grew from {tuple(shape)} to {tuple(new_shape)}: a cache (a key/value cache, a list) that "
+            f"one dimension grew from {tuple(shape)} to {tuple(new_shape)}: a cache (a key/value cache, a "
+            f"list) that "
             "the forward grew and the recomputation grew again"
         )
     elif shape != new_shape:
-        causes.append("control flow or sizes that depend on data, on a global or on how often the function was called")
+        causes.append(
+            "control flow or sizes that depend on data, on a global or on how often the function was called"
+        )
     return causes
 
 

@@ -27,6 +27,7 @@ from remat.passes.torch_private import (
     peek_functorch_stack,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    run_uncompiled,
 )
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -49,8 +50,11 @@ class RegionSpec:
     debug: bool = False
     early_stop: bool = True
     is_refilled: bool = False
-    """Whether the recomputation of an outer region also serves this one's backward: each op then runs again once,
-    as in compiled code, where torch's nested regions run once more per level and hold less at a time."""
+    """Whether the recomputation of an outer region also serves this one's backward.
+
+    Each op then runs again once, as in compiled code. Nested regions of torch's run once more per level, and
+    hold less at a time.
+    """
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,19 +78,19 @@ def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spe
     if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
     if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
-        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the region is
+        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
+        # region is
         # run as plain code, with the same results and without its memory being saved.
         return function(*args, **kwargs)
     if get_eval_frame_callback() is not None:
-        # Called from compiled code after a graph break: what runs here must run alike in backward, so not compiled.
+        # Called from compiled code after a graph break: what runs here must run alike in backward, so not
+        # compiled.
         return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug)
     return _run_with_grad(function, args, kwargs, spec, debug)
 
 
 def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
-    import torch._dynamo
-
-    return torch._dynamo.disable(run, recursive=True)(*args)
+    return run_uncompiled(run, *args)
 
 
 def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
@@ -166,7 +170,7 @@ def _region_key(function: Any) -> Any:
 
 
 def _enter_child(outer: Execution | None) -> tuple[int, Any, Frame | None]:
-    """Number this call within the region around it; if that is run again, find what this call saved and was then."""
+    """Number this call within the region around it; if that is run again, find what it was then."""
     if outer is None:
         return 0, None, None
     number = outer.num_children
@@ -198,15 +202,16 @@ def _attach_contexts(
             selective = Selective(forward.policy, forward.on_mutation, forward.ac_graph_id)
             frame.recompute_context = None
     if selective is None:
-        return forward
+        return forward  # type: ignore[no-any-return]
     frame.selective = selective
     if replay is not None and replay.store.counts:
-        # An outer region is being run again: what this call's own forward saved is not computed a second time.
+        # An outer region is being run again: what this call's own forward saved is not computed a second
+        # time.
         execution.mode = Replayer(replay.store)
     else:
         open_segment(frame)
         execution.mode = selective.recorder(frame)
-    return execution.mode
+    return execution.mode  # type: ignore[no-any-return]
 
 
 def _detach_recorder(execution: Execution) -> None:
@@ -217,12 +222,16 @@ def _detach_recorder(execution: Execution) -> None:
     execution.frame = None
 
 
-def _call_under(context: AbstractContextManager[Any], function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_under(
+    context: AbstractContextManager[Any], function: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
     with context:
         return function(*args, **kwargs)
     raise RuntimeError(
-        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
-        "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+        "during "
+        "the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
+        "failed "
         "forward."
     )
 

@@ -1,8 +1,11 @@
 """One call of a region: what is kept instead of its activations, and how they come back.
 
-Forward runs under a pair of saved-tensor hooks. The pack hook hands autograd a small `Holder` for each tensor it
-wants to keep; the unpack hook, called by backward, runs the region again, and this time the pack hook puts each
-tensor into the holder with the same number. The frame knows its holders weakly: a holder dies with the graph node
+Forward runs under a pair of saved-tensor hooks. The pack hook hands autograd a small `Holder` for each
+tensor it
+wants to keep; the unpack hook, called by backward, runs the region again, and this time the pack hook puts
+each
+tensor into the holder with the same number. The frame knows its holders weakly: a holder dies with the graph
+node
 that owns it, and what was recomputed for it, or saved by a policy ahead of it, dies with it.
 
 Regions nest to any depth: an inner region's arguments are saved through the hooks of the outer one, so that
@@ -61,7 +64,8 @@ if TYPE_CHECKING:
 _UNPACKED_TWICE = (
     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
 )
-# The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before that kernel
+# The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before
+# that kernel
 # would leave it empty, so a recomputation that ends there goes on to the next saved tensor.
 _FILLED_LATE = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -78,7 +82,9 @@ class Holder:
 
     def __init__(self, index: int, segment: Segment | None) -> None:
         self.index = index
-        self.segment = segment  # keeps alive what a policy saved before this point, and nothing saved after it
+        self.segment = (
+            segment  # keeps alive what a policy saved before this point, and nothing saved after it
+        )
         self.values: dict[Any, torch.Tensor] | None = None
 
 
@@ -173,8 +179,10 @@ def _pack_argument(value: Any) -> Any:
 def changed_in_place(name: str) -> str:
     """Return the message for a tensor that is no longer what the forward read."""
     return (
-        f"{name} has been modified by an inplace operation between the forward of a checkpointed region and its "
-        "recomputation, which would give silently wrong gradients. Change it after backward, or give the region a "
+        f"{name} has been modified by an inplace operation between the forward of a checkpointed region "
+        f"and its "
+        "recomputation, which would give silently wrong gradients. Change it after backward, or give the "
+        "region a "
         "clone of it."
     )
 
@@ -210,7 +218,9 @@ class Frame:
         "where",
     )
 
-    def __init__(self, function: Any, name: str | None, early_stop: bool, check: MetadataFunction | None) -> None:
+    def __init__(
+        self, function: Any, name: str | None, early_stop: bool, check: MetadataFunction | None
+    ) -> None:
         self._function = function
         self._lock = threading.RLock()
         self._tasks: deque[int] = deque(maxlen=16)  # backward passes that this was recomputed for
@@ -287,7 +297,9 @@ class Frame:
             elif task == -1:
                 self._recompute(task, holder)  # outside of backward nobody else's values are wanted
             elif task in self._tasks:
-                raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
+                raise CheckpointError(
+                    f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them."
+                )
             else:
                 self._recompute(task, None)
                 self.note_recomputed(task)
@@ -304,13 +316,13 @@ class Frame:
             self._groups.add(task)
 
     def can_be_refilled(self, task: Any) -> bool:
-        """True if a run of this region inside the recomputation of an outer one can serve this one's backward."""
+        """True if a run inside the recomputation of an outer region can serve this one's backward."""
         if task == -1 or task in self._tasks or (self._groups is not None and task in self._groups):
             return False
         return any(reference() is not None for reference in self.holders)
 
     def refill(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Execution) -> Any:
-        """Run the region as part of the recomputation of an outer one, fill the holders, return its result."""
+        """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
         SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
         run = Recomputation(self, outer.task, None, stops=False)
         local.execution = execution = Execution(self, self.store, outer.task)
@@ -341,8 +353,10 @@ class Frame:
         if self._groups is not None and group in self._groups:
             raise CheckpointError(
                 f"{_UNPACKED_TWICE} "
-                "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
+                "Performing two backward calls that overlap (i.e. require the same saved activation in "
+                "order to "
+                "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup "
+                "context. "
                 "Run the second one outside of the group, or in a group of its own."
             )
         self._recompute(group, None)
@@ -377,7 +391,7 @@ class Frame:
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
-        if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):
+        if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
             run.forget_after_backward()
 
     def _surroundings(self, run: Recomputation) -> list[AbstractContextManager[Any]]:
@@ -397,9 +411,8 @@ class Frame:
         self, state: WatchedState, run: Recomputation
     ) -> list[AbstractContextManager[Any]]:
         found: list[AbstractContextManager[Any]] = []
-        if state.buffers is not None:
-            if state.buffers.needs_replay:
-                found.append(state.buffers.replayed())
+        if state.buffers is not None and state.buffers.needs_replay:
+            found.append(state.buffers.replayed())
         moved = state.moved()
         if moved:
             run.guard = ReadGuard(moved, lambda what: f"{self.label}: {changed_in_place(what)}")
@@ -456,7 +469,7 @@ def _all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return a context that can be entered once more, where it is of the kind that can be entered once only."""
+    """Return a context that can be entered once more, even of the kind that can be entered only once."""
     recreate = getattr(context, "_recreate_cm", None)  # generators behind `contextlib.contextmanager`
     return recreate() if recreate is not None else context
 
@@ -464,7 +477,17 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 class Recomputation:
     """One run of a frame's forward for backward."""
 
-    __slots__ = ("_frame", "_mismatches", "_only", "_stops", "_task", "guard", "num_needed", "num_saved", "stop")
+    __slots__ = (
+        "_frame",
+        "_mismatches",
+        "_only",
+        "_stops",
+        "_task",
+        "guard",
+        "num_needed",
+        "num_saved",
+        "stop",
+    )
 
     def __init__(self, frame: Frame, task: Any, only: Holder | None, stops: bool = True) -> None:
         self._frame = frame
@@ -496,7 +519,13 @@ class Recomputation:
     def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
-        detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
+        detach = (
+            torch.Tensor.detach
+            if frame.copies_by_op
+            else _data
+            if frame.selective is None
+            else _data_past_modes
+        )
         getframe, run = sys._getframe, self
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -525,8 +554,10 @@ class Recomputation:
                         seen = check(tensor)
                     if metadata[index] != seen:
                         run.note_mismatch(index, seen, sys._getframe(1))
-            if stops and index + 1 >= num_needed and (
-                index >= num_needed or _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names)
+            if (
+                stops
+                and index + 1 >= num_needed
+                and (index >= num_needed or _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names))
             ):
                 raise run.stop
             return tensor
@@ -591,8 +622,8 @@ def _keep_compiler_out() -> None:
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-    for function in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call):
-        skip_code(function.__code__)
+    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call):
+        skip_code(method.__code__)
 
 
 _keep_compiler_out()

@@ -1,4 +1,4 @@
-"""What a function can reach: the tensors, modules and generators that a region may read besides its arguments.
+"""What a function can reach: tensors, modules and generators that a region may read besides its arguments.
 
 Found by looking, not by running: closure cells, the globals its code names, a method's object, a partial's
 arguments, and containers of those. The module tree below each module found is walked once and remembered.

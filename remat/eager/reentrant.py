@@ -1,4 +1,4 @@
-"""The reentrant variant: forward without a graph, and in backward a second forward with a backward of its own."""
+"""The reentrant variant: forward without a graph; in backward a second forward with its own backward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class CheckpointFunction(torch.autograd.Function):
         reached = reach(run_function)
         ctx.run_function = run_function
         ctx.ambient = Ambient.current()
-        ctx.rng = rng.RngSnapshot(rng.accelerator_devices(args), reached.generators) if preserve_rng_state else None
+        ctx.rng = (
+            rng.RngSnapshot(rng.accelerator_devices(args), reached.generators) if preserve_rng_state else None
+        )
         ctx.state = WatchedState(reached, run_function) if reached.modules or reached.tensors else None
         ctx.tensor_positions = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -61,10 +63,12 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the function again, with a graph, and backward through that."""
-        if not is_full_backward():
+        if not is_full_backward():  # type: ignore[no-untyped-call]
             raise RuntimeError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
-                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing "
+                "an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, "
+                "or call "
                 ".backward() without passing the `inputs` argument."
             )
         inputs = list(ctx.others)

@@ -1,8 +1,10 @@
 """Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
 
-torch's generators are snapshotted at region entry (under a microsecond). Python's and NumPy's global generators
+torch's generators are snapshotted at region entry (under a microsecond). Python's and NumPy's global
+generators
 would cost 12 and 43 microseconds each through `getstate`, so their state words are compared in place with the
-last copy taken; a region that draws from neither copies nothing. Where the layout of that memory is not what is
+last copy taken; a region that draws from neither copies nothing. Where the layout of that memory is not what
+is
 expected, the slow public calls are used.
 """
 
@@ -63,7 +65,7 @@ class _PythonByMemory:
 
 def _python_generator() -> _ForeignGenerator:
     """Return the quick reader if this interpreter lays its generator out as expected."""
-    instance = random._inst  # type: ignore[attr-defined]
+    instance = random._inst
     if sys.implementation.name == "cpython" and _python_layout_is_known():
         return _PythonByMemory(instance)
     return _PythonBySlowCalls()
@@ -75,7 +77,7 @@ def _python_layout_is_known() -> bool:
     if random.Random.__basicsize__ < object.__basicsize__ + 4 + 4 * _NUM_WORDS:
         return False
     words = memoryview(_PythonByMemory(probe)._live.tobytes()).cast("I").tolist()
-    return (*words[1:], words[0]) == probe.getstate()[1]
+    return bool((*words[1:], words[0]) == probe.getstate()[1])
 
 
 class _NumpyBySlowCalls:
@@ -93,7 +95,7 @@ class _NumpyBySlowCalls:
 
 
 class _NumpyByMemory:
-    """NumPy's global Mersenne twister, by comparing its words, and its spare normal number, with the last copy."""
+    """NumPy's global Mersenne twister and its spare normal number, by comparing memory with the last copy."""
 
     def __init__(self, state: Any, gauss_offset: int) -> None:
         bit_generator = state._bit_generator
@@ -145,7 +147,7 @@ def _numpy_generator() -> _ForeignGenerator:
     """Return the quick reader if NumPy lays its global generator out as expected."""
     import numpy as np
 
-    state = np.random.mtrand._rand  # type: ignore[attr-defined]
+    state = np.random.mtrand._rand
     if type(state._bit_generator).__name__ == "MT19937" and sys.implementation.name == "cpython":
         offset = _numpy_gauss_offset(type(state))
         if offset is not None:
@@ -178,7 +180,7 @@ class _TorchByMemory(_TorchBySlowCalls):
 
     def __init__(self, generator: Generator, words_offset: int) -> None:
         super().__init__(generator)
-        address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS
+        address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS  # type: ignore[attr-defined]
         num_bytes = _TORCH_BEFORE_WORDS + 4 * _NUM_WORDS + _TORCH_AFTER_WORDS
         self._live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
         self._last: tuple[bytes, torch.Tensor] = (b"", torch.empty(0))
@@ -202,12 +204,12 @@ _TORCH_AFTER_WORDS = 28  # padding, a spare normal number in single and one in d
 def _torch_words_offset(generator: Generator) -> int | None:
     """Find where a CPU generator keeps its words; None if they are not there."""
     words = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view("uint64").astype("uint32").tobytes()
-    at = ctypes.string_at(generator._cdata, 128 + 4 * _NUM_WORDS).find(words)
+    at = ctypes.string_at(generator._cdata, 128 + 4 * _NUM_WORDS).find(words)  # type: ignore[attr-defined]
     return at if at >= _TORCH_BEFORE_WORDS else None
 
 
 def _memory_tells_all_draws(make: Callable[[Generator], _TorchBySlowCalls]) -> bool:
-    """Check on a generator of our own that every kind of draw shows, and that it repeats from a restored state."""
+    """Check on a generator of our own that every draw shows, and that it repeats from a restored state."""
     generator = torch.Generator().manual_seed(3)
     reader = make(generator)
     draws: list[Callable[[], torch.Tensor]] = [
@@ -292,7 +294,7 @@ def put_back(snapshot: RngSnapshot) -> None:
 
 @contextmanager
 def replayed(snapshot: RngSnapshot | None) -> Iterator[None]:
-    """Run a block with a snapshot's random state, then put the surrounding state back; None changes nothing."""
+    """Run a block with a snapshot's random state, then put the surrounding one back; None changes nothing."""
     if snapshot is None:
         yield
         return
@@ -358,7 +360,9 @@ def accelerator_devices(args: Iterable[Any]) -> list[torch.device]:
                 devices[arg.device] = None
         elif isinstance(arg, (list, tuple, dict)):
             leaves = tree_leaves(arg)
-            devices.update(dict.fromkeys(accelerator_devices(x for x in leaves if isinstance(x, torch.Tensor))))
+            devices.update(
+                dict.fromkeys(accelerator_devices(x for x in leaves if isinstance(x, torch.Tensor)))
+            )
     return list(devices)
 
 

@@ -1,9 +1,11 @@
 """Selective regions: a policy decides, op by op, what the forward keeps for the recomputation.
 
-Two dispatch modes. The `Recorder` runs in forward, asks the policy about every op and keeps the outputs it wants
+Two dispatch modes. The `Recorder` runs in forward, asks the policy about every op and keeps the outputs it
+wants
 saved; the `Replayer` runs in recompute and answers those ops from what was kept. Ops are matched by their
 name and how often they ran before. What is kept hangs on the holders that autograd owns, as a chain of
-segments: a holder keeps alive what was saved before it, so every value dies as soon as no living part of the graph
+segments: a holder keeps alive what was saved before it, so every value dies as soon as no living part of the
+graph
 can ask for a recomputation that passes it, and lives as long as one can, however many backwards there are.
 """
 
@@ -47,7 +49,8 @@ from remat.passes.torch_private import (
     tree_map,
 )
 
-# Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees them.
+# Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees
+# them.
 SAC_IGNORED_OPS: set[Any] = {
     torch.ops.aten.detach.default,
     torch.ops.prim.device.default,
@@ -59,7 +62,9 @@ _NOT_JUST_RUN = SAC_IGNORED_OPS | {_CAST}
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 _VERSION_COUNTING = DispatchKey.ADInplaceOrView
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"}
+)
 
 
 class SelectiveCheckpointContext:
@@ -93,7 +98,8 @@ class OpFacts:
     """True if running it is all there is to it."""
 
 
-# Ops are keyed by identity throughout: hashing one runs Python code, twice per op and table. Facts keep the op alive.
+# Ops are keyed by identity throughout: hashing one runs Python code, twice per op and table. Facts keep the
+# op alive.
 _facts: dict[int, OpFacts] = {}
 
 
@@ -125,7 +131,7 @@ def _find_facts(op: Any) -> OpFacts:
 
 
 class Entry:
-    """One op's saved output. A tensor is an alias without history: the real one would tie the graph into a knot."""
+    """One op's saved output, as aliases without history: the real tensors would tie the graph into a knot."""
 
     __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
 
@@ -165,7 +171,8 @@ class Entry:
                 if version_of(tensor) > version:
                     raise CheckpointError(
                         "Tensor cached during selective activation checkpoint has been mutated: its shape is "
-                        f"{tuple(tensor.shape)}. Save the value before the in-place op changes it by other means, "
+                        f"{tuple(tensor.shape)}. Save the value before the in-place op changes it by other "
+                        f"means, "
                         "let the policy recompute it, or use a region's own `policy=`, which keeps a copy."
                     )
         return _map_tensors(torch.Tensor.detach, self._value)
@@ -223,7 +230,7 @@ class Store:
 class Segment:
     """A part of what a forward saved, with all parts before it."""
 
-    __slots__ = ("__weakref__", "items", "is_taken", "previous", "store")
+    __slots__ = ("__weakref__", "is_taken", "items", "previous", "store")
 
     def __init__(self, previous: Segment | None, store: Store) -> None:
         self.previous = previous
@@ -267,16 +274,16 @@ def adopt_child(sink: Sink, index: int, child: Segment) -> None:
     sink.store.children[index] = weakref.ref(child)
 
 
-class _SelectiveMode(TorchDispatchMode):
+class _SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_suspensions = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without the wrapper by which torch keeps compilers out of a mode: a region has kept them out already."""
+        """Do without torch's wrapper that keeps compilers out of a mode: a region has done that."""
         return False
 
     @classmethod
@@ -285,7 +292,7 @@ class _SelectiveMode(TorchDispatchMode):
         return True
 
 
-class Recorder(_SelectiveMode):
+class Recorder(_SelectiveMode):  # type: ignore[no-untyped-call]
     """Ask the policy about every op of a forward, and keep what it wants saved."""
 
     def __init__(self, policy: PolicyFunction, on_mutation: OnMutation, sink: Sink | None = None) -> None:
@@ -364,19 +371,23 @@ class Recorder(_SelectiveMode):
             answer = self.policy(context, func, *args, **(kwargs or {}))
         except Exception as error:
             raise PolicyError(
-                f"the policy {policy_name(self.policy)} raised {type(error).__name__} when asked about {func}: {error}"
+                f"the policy {policy_name(self.policy)} raised {type(error).__name__} when asked about "
+                f"{func}: {error}"
             ) from error
         return answer if type(answer) is CheckpointPolicy else checked_answer(answer, self.policy, func)
 
     def _keep(self, key: OpKey, func: Any, facts: OpFacts, answer: CheckpointPolicy, out: Any) -> None:
         if facts.is_collective and answer is CheckpointPolicy.MUST_RECOMPUTE:
             raise PolicyError(
-                f"the policy {policy_name(self.policy)} says MUST_RECOMPUTE for {func}, a collective, which runs once. "
+                f"the policy {policy_name(self.policy)} says MUST_RECOMPUTE for {func}, a collective, "
+                f"which runs once. "
                 "Return PREFER_RECOMPUTE for it, or take it out of the region."
             )
         if facts.mutates and not facts.updates_in_place:
             return  # writes to several places: running it again is the only way to have them all
-        entry: AnyEntry = OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, bool(facts.mutates))
+        entry: AnyEntry = (
+            OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, bool(facts.mutates))
+        )
         self._add(key, entry)
         self._saved_a_random_op |= facts.is_random
 
@@ -432,7 +443,7 @@ class Recorder(_SelectiveMode):
         return out
 
 
-class Replayer(_SelectiveMode):
+class Replayer(_SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
 
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
@@ -451,7 +462,7 @@ class Replayer(_SelectiveMode):
         if self._owner is not None and self._owner.sink.store is not None:
             self._use(self._owner.sink.store)
         self._prefetch()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def _prefetch(self) -> None:
@@ -490,15 +501,19 @@ class Replayer(_SelectiveMode):
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
             f"{what} encountered during backward but not found in storage: the forward of this region ran it "
-            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. This can happen if "
-            "the operations in the checkpointed region are nondeterministic or depend on global state that changed "
+            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. This can "
+            f"happen if "
+            "the operations in the checkpointed region are nondeterministic or depend on global state that "
+            "changed "
             "between forward and backward (a cache that grew, control flow on data, train and eval mode)."
         )
 
 
 def _nearest_user_line() -> str:
     frame: Any = sys._getframe(2)
-    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/remat/" in frame.f_code.co_filename):
+    while frame is not None and (
+        "/torch/" in frame.f_code.co_filename or "/remat/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return "on an unknown line" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -523,7 +538,7 @@ class Selective:
 
 
 def _is_cached_cast(func: Any, args: Any) -> bool:
-    """True for a cast of a weight that autocast may keep: whether it runs depends on what ran before the region."""
+    """True for a cast of a weight, which autocast may have kept from before the region or not."""
     return func is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
@@ -577,6 +592,6 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify the memory behind a tensor."""
     try:
-        return tensor.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
         return id(tensor)

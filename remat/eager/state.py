@@ -1,7 +1,9 @@
 """State that outlives a region: read by it, changed by it, or changed behind its back.
 
-Three promises. A tensor that a recomputation reads is the one its forward read: versions are noted at entry, and
-a recomputation that finds one moved runs under a guard that raises if an op reads it. A buffer that the forward
+Three promises. A tensor that a recomputation reads is the one its forward read: versions are noted at entry,
+and
+a recomputation that finds one moved runs under a guard that raises if an op reads it. A buffer that the
+forward
 changed (running statistics, counters) has its entry value back while the forward is replayed. And the replay
 leaves the buffer itself alone, so that module state moves once per call.
 """
@@ -70,7 +72,7 @@ class BufferState:
         return {(id(m), name): (id(value), version_of(value)) for _, m, name, value in self._named()}
 
     def _snapshot(self, module: nn.Module) -> None:
-        """Copy the buffers of one module that a region changes; on the region's first call, all small ones."""
+        """Copy the buffers of one module that a region changes; on its first call, all small ones."""
         facts = _buffer_facts.get(module)
         if facts is None:
             facts = _buffer_facts[module] = BufferFacts()
@@ -204,11 +206,11 @@ def _join(root: Name, name: str) -> str:
     return f"{root}.{name}" if root and name else root or name
 
 
-class ReadGuard(TorchDispatchMode):
+class ReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise if an op reads a tensor that was changed since the region's forward."""
 
     def __init__(self, moved: list[tuple[str, torch.Tensor]], describe: Callable[[str], str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = {_storage_id(tensor): name for name, tensor in moved}
         self._describe = describe
 
@@ -223,11 +225,13 @@ class ReadGuard(TorchDispatchMode):
     def check_saved(self, tensor: torch.Tensor) -> None:
         """Raise if a tensor that backward is about to be given was changed, though no op read it here."""
         if _storage_id(tensor) in self._names:
-            raise CheckpointError(self._describe(f"`{self._names[_storage_id(tensor)]}`, saved for backward,"))
+            raise CheckpointError(
+                self._describe(f"`{self._names[_storage_id(tensor)]}`, saved for backward,")
+            )
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
         return id(tensor)
