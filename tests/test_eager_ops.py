@@ -63,6 +63,10 @@ SAMPLED = {
 }
 
 
+# Its LAPACK routine gives other bits from call to call, also without a region, by where memory lies.
+NOT_REPEATABLE = {"linalg.lstsq"}
+
+
 def leaves_of(sample):
     """Return a sample's values, flat, and what puts them together again."""
     return tree_flatten((sample.input, sample.args, sample.kwargs))
@@ -152,7 +156,7 @@ def test_sampled_ops_are_bitwise_equal(op, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "save_all", "recompute_all"])
-@pytest.mark.parametrize("op", OPS, ids=identify)
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in NOT_REPEATABLE], ids=identify)
 def test_every_differentiable_op_is_bitwise_equal(op, name):
     check(op, REGIONS[name])
 
