@@ -129,11 +129,12 @@ def time_steps(workload: Workload, steps: dict[str, Step], rounds: int) -> dict[
         for _ in range(rounds):
             for name, step in steps.items():
                 clear_grads(workload)
+                gc.collect()  # so that no variant pays for what another left behind
+                step()
                 start = time.process_time()
                 for _ in range(workload.num_calls):
                     step()
                 times[name].append((time.process_time() - start) / workload.num_calls * 1e6)
-            gc.collect()
     finally:
         gc.enable()
     return times

@@ -23,6 +23,7 @@ import torch
 from remat.passes.torch_private import Generator, tree_leaves
 
 _NUM_WORDS = 624  # of a Mersenne twister
+_NUM_MARK_BYTES = 32  # of those, looked at to see whether a generator has moved
 _cpu_generator = torch.default_generator
 
 
@@ -50,12 +51,14 @@ class _PythonByMemory:
         words = (ctypes.c_ubyte * (4 + 4 * _NUM_WORDS)).from_address(id(instance) + object.__basicsize__)
         self._instance = instance
         self._live = memoryview(words).cast("B")
-        self._last = b""
+        # A draw moves the index, which comes first; a new batch of words changes the first of them.
+        self._mark = self._live[:_NUM_MARK_BYTES]
+        self._last_mark = self._last = b""
 
     def peek(self) -> tuple[bytes, float | None]:
-        state = self._live.tobytes()
-        if state != self._last:  # one copy for all regions between two draws
-            self._last = state
+        mark = self._mark.tobytes()
+        if mark != self._last_mark:  # one copy for all regions between two draws
+            self._last_mark, self._last = mark, self._live.tobytes()
         return self._last, self._instance.gauss_next  # type: ignore[attr-defined]
 
     def restore(self, state: tuple[bytes, float | None]) -> None:
@@ -104,14 +107,17 @@ class _NumpyByMemory:
         self._bit_generator = bit_generator  # keeps the memory below alive
         self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
         self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
+        self._mark = self._words[:_NUM_MARK_BYTES]
+        self._position = ctypes.c_int.from_address(address + 4 * _NUM_WORDS)
+        self._last_mark: tuple[bytes, int] = (b"", -1)
         self._last = b""
 
     def peek(self) -> Any:
         if self._state._bit_generator is not self._bit_generator:
             return _NumpyBySlowCalls().peek()
-        state = self._words.tobytes()
-        if state != self._last:  # one copy for all regions between two draws
-            self._last = state
+        mark = (self._mark.tobytes(), self._position.value)
+        if mark != self._last_mark:  # one copy for all regions between two draws
+            self._last_mark, self._last = mark, self._words.tobytes()
         return self._last, self._gauss.tobytes()
 
     def restore(self, state: Any) -> None:
@@ -182,18 +188,20 @@ class _TorchByMemory(_TorchBySlowCalls):
         super().__init__(generator)
         address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS  # type: ignore[attr-defined]
         num_bytes = _TORCH_BEFORE_WORDS + 4 * _NUM_WORDS + _TORCH_AFTER_WORDS
-        self._live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+        live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+        self._mark = live[: _TORCH_BEFORE_WORDS + 16]
+        self._spare = live[num_bytes - _TORCH_AFTER_WORDS :]
         self._last: tuple[bytes, torch.Tensor] = (b"", torch.empty(0))
 
     def snapshot(self) -> tuple[bytes, torch.Tensor]:
-        words = self._live.tobytes()
+        mark = self._mark.tobytes() + self._spare.tobytes()
         last = self._last
-        if words != last[0]:
-            last = self._last = (words, self._generator.get_state())
+        if mark != last[0]:
+            last = self._last = (mark, self._generator.get_state())
         return last
 
     def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
-        if self._live.tobytes() != snapshot[0]:
+        if self._mark.tobytes() + self._spare.tobytes() != snapshot[0]:
             self._generator.set_state(snapshot[1])
 
 
