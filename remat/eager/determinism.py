@@ -67,26 +67,6 @@ def _line_of(code: CodeType, instruction: int) -> int:
     return code.co_firstlineno
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """One saved tensor as a message shows it."""
-
-    metadata: Metadata
-    where: SavePoint | None = None
-    op: str | None = None
-    module: str | None = None
-
-    def __str__(self) -> str:
-        parts = [describe_metadata(self.metadata)]
-        if self.op is not None:
-            parts.append(f"by {self.op}")
-        if self.module:
-            parts.append(f"in module {self.module}")
-        if self.where is not None:
-            parts.append(f"at {self.where}")
-        return ", ".join(parts)
-
-
 def describe_metadata(metadata: Metadata) -> str:
     """Print what a check noted; the default's triple as a dictionary."""
     if isinstance(metadata, tuple) and len(metadata) == 3 and isinstance(metadata[0], torch.Size):

@@ -228,11 +228,9 @@ def _call_under(
     with context:
         return function(*args, **kwargs)
     raise RuntimeError(
-        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-        "during "
-        "the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
-        "failed "
-        "forward."
+        "torch.utils.checkpoint: the forward context that context_fn returned suppressed an exception "
+        "raised during "
+        "the region's forward, which leaves nothing to return. Let the exception through."
     )
 
 

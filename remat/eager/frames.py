@@ -353,11 +353,10 @@ class Frame:
         if self._groups is not None and group in self._groups:
             raise CheckpointError(
                 f"{_UNPACKED_TWICE} "
-                "Performing two backward calls that overlap (i.e. require the same saved activation in "
-                "order to "
-                "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup "
-                "context. "
-                "Run the second one outside of the group, or in a group of its own."
+                "Performing two backward calls that overlap is refused inside a GraphExecGroup, whose "
+                "backwards share "
+                "one recomputation of each activation. Run the second one outside of the group, or in its "
+                "own."
             )
         self._recompute(group, None)
         self.note_recomputed(group)

@@ -65,11 +65,9 @@ class CheckpointFunction(torch.autograd.Function):
         """Run the function again, with a graph, and backward through that."""
         if not is_full_backward():  # type: ignore[no-untyped-call]
             raise RuntimeError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing "
-                "an `inputs` "
-                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, "
-                "or call "
-                ".backward() without passing the `inputs` argument."
+                "the reentrant variant of torch.utils.checkpoint is incompatible with .grad() and with "
+                "backward's "
+                "`inputs` argument: it cannot tell which gradients are wanted. Pass use_reentrant=False."
             )
         inputs = list(ctx.others)
         for position, tensor in zip(ctx.tensor_positions, ctx.saved_tensors, strict=True):

@@ -501,11 +501,10 @@ class Replayer(_SelectiveMode):  # type: ignore[no-untyped-call]
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
             f"{what} encountered during backward but not found in storage: the forward of this region ran it "
-            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. This can "
-            f"happen if "
-            "the operations in the checkpointed region are nondeterministic or depend on global state that "
-            "changed "
-            "between forward and backward (a cache that grew, control flow on data, train and eval mode)."
+            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. Likely "
+            f"cause: a "
+            "cache that grew, control flow on data, train and eval mode, or other state that changed in "
+            "between."
         )
 
 
