@@ -2,9 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import compat
+from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
 from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
+from .region import checkpoint_region, is_recomputing
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "CheckpointPolicy",
     "Decision",
     "InfeasibleCut",
     "OpCall",
@@ -20,6 +24,11 @@ __all__ = [
     "RematError",
     "VerificationError",
     "__version__",
+    "checkpoint",
+    "checkpoint_region",
+    "checkpoint_sequential",
+    "compat",
+    "is_recomputing",
     "partitioner",
 ]
 

@@ -1,0 +1,247 @@
+"""The one way into a region: set a frame up, run the function under it, seal the frame."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.eager import rng
+from remat.eager.ambient import Ambient
+from remat.eager.debug import DebugLogs
+from remat.eager.determinism import MetadataFunction, find_determinism_check
+from remat.eager.frames import Execution, Frame, SavedArguments, local
+from remat.eager.reach import Reached, module_tree, reach
+from remat.eager.selective import Recorder, Replayer, Selective, adopt_child, open_segment
+from remat.eager.settings import debug_override, early_stop_override
+from remat.eager.state import WatchedState
+from remat.passes.torch_private import (
+    get_eval_frame_callback,
+    is_tracing,
+    peek_functorch_stack,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    run_uncompiled,
+)
+
+ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def noop_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return two contexts that do nothing."""
+    return nullcontext(), nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """How a region is to be run."""
+
+    name: str | None = None
+    preserve_rng_state: bool = True
+    context_fn: ContextFunction = noop_context_fn
+    selective: Selective | None = None
+    check: MetadataFunction | None = None
+    debug: bool = False
+    early_stop: bool = True
+    is_refilled: bool = False
+    """Whether the recomputation of an outer region also serves this one's backward.
+
+    Each op then runs again once, as in compiled code. Nested regions of torch's run once more per level, and
+    hold less at a time.
+    """
+
+
+@functools.lru_cache(maxsize=1024)
+def cached_spec(
+    preserve_rng_state: bool, determinism_check: str, debug: bool, early_stop: bool, name: str | None = None
+) -> RegionSpec:
+    """Return the spec of a region without contexts; the same few come again and again."""
+    return RegionSpec(
+        name=name,
+        preserve_rng_state=preserve_rng_state,
+        check=find_determinism_check(determinism_check),
+        debug=debug,
+        early_stop=early_stop,
+    )
+
+
+def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
+    """Call a function as a region: keep its inputs, not its activations, and run it again in backward."""
+    debug = debug_override.get()
+    debug = spec.debug if debug is None else debug
+    if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
+        raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
+    if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
+        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
+        # region is
+        # run as plain code, with the same results and without its memory being saved.
+        return function(*args, **kwargs)
+    if get_eval_frame_callback() is not None:
+        # Called from compiled code after a graph break: what runs here must run alike in backward, so not
+        # compiled.
+        return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug)
+    return _run_with_grad(function, args, kwargs, spec, debug)
+
+
+def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
+    return run_uncompiled(run, *args)
+
+
+def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
+    outer = local.execution
+    number, replay, former = _enter_child(outer)
+    if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
+        return former.refill(args, kwargs, outer)
+    contexts = _contexts(spec, debug)
+    frame = _open_frame(function, args, kwargs, spec)
+    if outer is not None and outer.task is None and outer.frame is not None:
+        outer.frame.children = outer.frame.children or {}
+        outer.frame.children[number] = weakref.ref(frame)
+    local.execution = execution = Execution(frame, replay)
+    forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
+    pack, unpack = frame.hooks()
+    outer_mode = outer.mode if outer is not None else None
+    if outer_mode is not None:
+        outer_mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
+    push_saved_tensors_hooks(pack, unpack)
+    try:
+        if forward_context is None:
+            out = function(*args, **kwargs)
+        else:
+            out = _call_under(forward_context, function, args, kwargs)
+        if isinstance(execution.mode, Recorder):
+            execution.mode.note_rng_after()
+        elif replay is not None:
+            replay.store.restore_rng_after()
+    finally:
+        pop_saved_tensors_hooks()
+        if outer_mode is not None:
+            outer_mode.num_suspensions -= 1
+        local.execution = outer
+        _detach_recorder(execution)
+    _seal(frame, outer, number)
+    return out
+
+
+def _contexts(spec: RegionSpec, debug: bool) -> Any:
+    """Return the pair of contexts of this call, the logs of debug mode, or None."""
+    if debug:
+        return DebugLogs()
+    if spec.context_fn is noop_context_fn:
+        return None
+    return spec.context_fn()
+
+
+def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec) -> Frame:
+    early_stop = early_stop_override.get()
+    frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
+    reached = reach(function)
+    frame.arguments = SavedArguments(args, kwargs)
+    frame.ambient = Ambient.current()
+    if is_tracing():
+        frame.copies_by_op = True  # so that the graph being traced has them
+        return frame  # and nothing of ours: what follows is about values, and there are none
+    if spec.preserve_rng_state:
+        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), _generators(reached, args, kwargs))
+    if reached.tensors or reached.modules:
+        frame.state = WatchedState(reached, _region_key(function))
+        frame.note_training(reached)
+    return frame
+
+
+def _generators(reached: Reached, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    found = [*reached.generators, *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator))]
+    for _, module in reached.modules:
+        found.extend(module_tree(module).generators)
+    return found
+
+
+def _region_key(function: Any) -> Any:
+    """Return what tells regions apart whose first call is looked at more closely."""
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)
+
+
+def _enter_child(outer: Execution | None) -> tuple[int, Any, Frame | None]:
+    """Number this call within the region around it; if that is run again, find what it was then."""
+    if outer is None:
+        return 0, None, None
+    number = outer.num_children
+    outer.num_children = number + 1
+    saved = outer.replay.children.get(number) if outer.replay is not None else None
+    former = None
+    if outer.task is not None and outer.frame is not None and outer.frame.children is not None:
+        former = outer.frame.children.get(number)
+    return number, saved() if saved is not None else None, former() if former is not None else None
+
+
+def _attach_contexts(
+    frame: Frame, execution: Execution, contexts: Any, spec: RegionSpec, replay: Any
+) -> AbstractContextManager[Any] | None:
+    """Connect the frame with its contexts and return the one for the forward."""
+    if replay is not None:
+        frame.store, frame.segment = replay.store, replay
+        execution.replay = replay.store
+    selective = spec.selective
+    forward: Any = None
+    if isinstance(contexts, DebugLogs):
+        frame.recompute_context, frame.on_error = contexts.recompute_context(), contexts.explain
+        return contexts.forward_context()
+    if contexts is not None:
+        forward, frame.recompute_context = contexts
+        frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
+        if isinstance(forward, Recorder) and isinstance(frame.recompute_context, Replayer):
+            frame.copies_by_op = is_tracing()
+            selective = Selective(forward.policy, forward.on_mutation, forward.ac_graph_id)
+            frame.recompute_context = None
+    if selective is None:
+        return forward  # type: ignore[no-any-return]
+    frame.selective = selective
+    if replay is not None and replay.store.counts:
+        # An outer region is being run again: what this call's own forward saved is not computed a second
+        # time.
+        execution.mode = Replayer(replay.store)
+    else:
+        open_segment(frame)
+        execution.mode = selective.recorder(frame)
+    return execution.mode  # type: ignore[no-any-return]
+
+
+def _detach_recorder(execution: Execution) -> None:
+    """Untie frame and recorder, which would otherwise keep each other alive."""
+    if isinstance(execution.mode, Recorder):
+        execution.mode.release()
+    execution.mode = None
+    execution.frame = None
+
+
+def _call_under(context: AbstractContextManager[Any], function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with context:
+        return function(*args, **kwargs)
+    raise RuntimeError(
+        "torch.utils.checkpoint: the forward context that context_fn returned suppressed an exception "
+        "raised during "
+        "the region's forward, which leaves nothing to return. Let the exception through."
+    )
+
+
+def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
+    """Finish a frame after its forward: let go of what only a running forward needs."""
+    frame.forward_done = True
+    segment, frame.segment = frame.segment, None
+    if segment is not None and (segment.items or segment.previous is not None):
+        if not frame.early_stop:
+            frame.tail = segment
+        if outer is not None and outer.task is None and outer.frame is not None:
+            adopt_child(outer.frame, number, segment)
+    if frame.rng is not None:
+        frame.rng.seal()
+    if frame.state is not None:
+        frame.state.seal()

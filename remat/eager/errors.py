@@ -1,0 +1,9 @@
+"""The errors of the eager engine."""
+
+from __future__ import annotations
+
+from remat.passes.errors import RematError
+
+
+class CheckpointError(RematError, RuntimeError):
+    """A region's recomputation cannot stand in for its forward."""

@@ -1,0 +1,72 @@
+"""Values that wait for backward in host memory.
+
+With an accelerator the copy goes to pinned memory on a stream of its own, in the order of the forward, and
+comes
+back ahead of its use. On the CPU there is nothing to overlap, and it is a plain copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    """Return the stream on which all copies of one device run, one after the other."""
+    if device not in _streams:
+        _streams[device] = torch.Stream(device=device)
+    return _streams[device]
+
+
+class Offloaded:
+    """One tensor in host memory."""
+
+    __slots__ = ("_device", "_host", "_is_ready", "_loaded", "_source")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        self._loaded: torch.Tensor | None = None
+        self._source: torch.Tensor | None = None
+        self._is_ready: Any = None
+        if tensor.device.type == "cpu":
+            self._host = tensor.detach().clone()
+        else:
+            self._host = self._copy_out(tensor.detach())
+
+    def _copy_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream, current = _stream(tensor.device), torch.accelerator.current_stream(tensor.device)
+        stream.wait_stream(current)
+        with stream:
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return host
+
+    def prefetch(self) -> None:
+        """Start copying back, in the order in which this is asked."""
+        if self._device.type == "cpu" or self._loaded is not None:
+            return
+        stream = _stream(self._device)
+        with stream:
+            self._loaded = self._host.to(self._device, non_blocking=True)
+            self._is_ready = stream.record_event()
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor on its device; it is not kept there."""
+        if self._device.type == "cpu":
+            return self._host.clone()
+        self.prefetch()
+        loaded, self._loaded = self._loaded, None
+        assert loaded is not None
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(self._is_ready)
+        loaded.record_stream(current)
+        return loaded
+
+
+def offload(tensor: torch.Tensor) -> Offloaded:
+    """Copy a tensor to host memory."""
+    return Offloaded(tensor)

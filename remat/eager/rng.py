@@ -1,0 +1,416 @@
+"""Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
+
+torch's generators are snapshotted at region entry (under a microsecond). Python's and NumPy's global
+generators
+would cost 12 and 43 microseconds each through `getstate`, so their state words are compared in place with the
+last copy taken; a region that draws from neither copies nothing. Where the layout of that memory is not what
+is
+expected, the slow public calls are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from remat.passes.torch_private import Generator, tree_leaves
+
+_NUM_WORDS = 624  # of a Mersenne twister
+_NUM_MARK_BYTES = 32  # of those, looked at to see whether a generator has moved
+_cpu_generator = torch.default_generator
+
+
+class _ForeignGenerator(Protocol):
+    """A global generator outside torch: `peek` is cheap and equal iff the state is."""
+
+    def peek(self) -> Any: ...
+    def restore(self, state: Any) -> None: ...
+
+
+class _PythonBySlowCalls:
+    """Python's `random`, by its public functions."""
+
+    def peek(self) -> Any:
+        return random.getstate()
+
+    def restore(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _PythonByMemory:
+    """Python's `random`, by comparing the words of its C object with the last copy."""
+
+    def __init__(self, instance: random.Random) -> None:
+        words = (ctypes.c_ubyte * (4 + 4 * _NUM_WORDS)).from_address(id(instance) + object.__basicsize__)
+        self._instance = instance
+        self._live = memoryview(words).cast("B")
+        # A draw moves the index, which comes first; a new batch of words changes the first of them.
+        self._mark = self._live[:_NUM_MARK_BYTES]
+        self._last_mark = self._last = b""
+
+    def peek(self) -> tuple[bytes, float | None]:
+        mark = self._mark.tobytes()
+        if mark != self._last_mark:  # one copy for all regions between two draws
+            self._last_mark, self._last = mark, self._live.tobytes()
+        return self._last, self._instance.gauss_next  # type: ignore[attr-defined]
+
+    def restore(self, state: tuple[bytes, float | None]) -> None:
+        words = memoryview(state[0]).cast("I").tolist()
+        self._instance.setstate((random.Random.VERSION, (*words[1:], words[0]), state[1]))
+
+
+def _python_generator() -> _ForeignGenerator:
+    """Return the quick reader if this interpreter lays its generator out as expected."""
+    instance = random._inst
+    if sys.implementation.name == "cpython" and _python_layout_is_known():
+        return _PythonByMemory(instance)
+    return _PythonBySlowCalls()
+
+
+def _python_layout_is_known() -> bool:
+    probe = random.Random(20240607)
+    probe.random()
+    if random.Random.__basicsize__ < object.__basicsize__ + 4 + 4 * _NUM_WORDS:
+        return False
+    words = memoryview(_PythonByMemory(probe)._live.tobytes()).cast("I").tolist()
+    return bool((*words[1:], words[0]) == probe.getstate()[1])
+
+
+class _NumpyBySlowCalls:
+    """NumPy's global generator, by its public functions."""
+
+    def peek(self) -> Any:
+        import numpy as np
+
+        return repr(np.random.get_state(legacy=False)), np.random.get_state(legacy=False)
+
+    def restore(self, state: Any) -> None:
+        import numpy as np
+
+        np.random.set_state(state[1])
+
+
+class _NumpyByMemory:
+    """NumPy's global Mersenne twister and its spare normal number, by comparing memory with the last copy."""
+
+    def __init__(self, state: Any, gauss_offset: int) -> None:
+        bit_generator = state._bit_generator
+        address = bit_generator.ctypes.state_address
+        self._state = state
+        self._bit_generator = bit_generator  # keeps the memory below alive
+        self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
+        self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
+        self._mark = self._words[:_NUM_MARK_BYTES]
+        self._position = ctypes.c_int.from_address(address + 4 * _NUM_WORDS)
+        self._last_mark: tuple[bytes, int] = (b"", -1)
+        self._last = b""
+
+    def peek(self) -> Any:
+        if self._state._bit_generator is not self._bit_generator:
+            return _NumpyBySlowCalls().peek()
+        mark = (self._mark.tobytes(), self._position.value)
+        if mark != self._last_mark:  # one copy for all regions between two draws
+            self._last_mark, self._last = mark, self._words.tobytes()
+        return self._last, self._gauss.tobytes()
+
+    def restore(self, state: Any) -> None:
+        if not isinstance(state[0], bytes):
+            _NumpyBySlowCalls().restore(state)
+            return
+        import numpy as np
+
+        words = np.frombuffer(state[0], dtype=np.uint32)
+        has_gauss = int(np.frombuffer(state[1], dtype=np.int32)[0])
+        gauss = float(np.frombuffer(state[1], dtype=np.float64)[1])
+        np.random.set_state(("MT19937", words[:_NUM_WORDS], int(words[_NUM_WORDS]), has_gauss, gauss))
+
+
+def _numpy_gauss_offset(random_state_type: Any) -> int | None:
+    """Find where a RandomState keeps its spare normal number, by planting one; None if it cannot be found."""
+    import numpy as np
+
+    probe, planted = random_state_type(7), 0.123456789012345678
+    words = probe.get_state(legacy=False)["state"]["key"]
+    probe.set_state(("MT19937", words, 5, 1, planted))
+    memory = ctypes.string_at(id(probe), random_state_type.__basicsize__)
+    at = memory.find(np.float64(planted).tobytes()) - 8
+    if at < 0 or memory.count(np.float64(planted).tobytes()) != 1:
+        return None
+    reader = _NumpyByMemory(probe, at)
+    key, (has_gauss, _) = np.frombuffer(reader.peek()[0], dtype=np.uint32), reader.peek()[1][:2]
+    is_known = bool((key[:_NUM_WORDS] == words).all()) and int(key[_NUM_WORDS]) == 5 and has_gauss == 1
+    return at if is_known else None
+
+
+def _numpy_generator() -> _ForeignGenerator:
+    """Return the quick reader if NumPy lays its global generator out as expected."""
+    import numpy as np
+
+    state = np.random.mtrand._rand
+    if type(state._bit_generator).__name__ == "MT19937" and sys.implementation.name == "cpython":
+        offset = _numpy_gauss_offset(type(state))
+        if offset is not None:
+            return _NumpyByMemory(state, offset)
+    return _NumpyBySlowCalls()
+
+
+_python = _python_generator()
+_numpy = _numpy_generator()
+
+
+class _TorchBySlowCalls:
+    """torch's CPU generator, by its public functions."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    def snapshot(self) -> tuple[bytes, torch.Tensor]:
+        """Return the state and something that is equal iff the state is."""
+        state = self._generator.get_state()
+        return bytes(state.numpy()), state
+
+    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
+        """Put a state back."""
+        self._generator.set_state(snapshot[1])
+
+
+class _TorchByMemory(_TorchBySlowCalls):
+    """The same, with a look at the generator's words first: only a state that moved is read or written."""
+
+    def __init__(self, generator: Generator, words_offset: int) -> None:
+        super().__init__(generator)
+        address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS  # type: ignore[attr-defined]
+        num_bytes = _TORCH_BEFORE_WORDS + 4 * _NUM_WORDS + _TORCH_AFTER_WORDS
+        live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+        self._mark = live[: _TORCH_BEFORE_WORDS + 16]
+        self._spare = live[num_bytes - _TORCH_AFTER_WORDS :]
+        self._last: tuple[bytes, torch.Tensor] = (b"", torch.empty(0))
+
+    def snapshot(self) -> tuple[bytes, torch.Tensor]:
+        mark = self._mark.tobytes() + self._spare.tobytes()
+        last = self._last
+        if mark != last[0]:
+            last = self._last = (mark, self._generator.get_state())
+        return last
+
+    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
+        if self._mark.tobytes() + self._spare.tobytes() != snapshot[0]:
+            self._generator.set_state(snapshot[1])
+
+
+_TORCH_BEFORE_WORDS = 20  # seed, words left, seeded or not, next word
+_TORCH_AFTER_WORDS = 28  # padding, a spare normal number in single and one in double precision
+
+
+def _torch_words_offset(generator: Generator) -> int | None:
+    """Find where a CPU generator keeps its words; None if they are not there."""
+    words = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view("uint64").astype("uint32").tobytes()
+    at = ctypes.string_at(generator._cdata, 128 + 4 * _NUM_WORDS).find(words)  # type: ignore[attr-defined]
+    return at if at >= _TORCH_BEFORE_WORDS else None
+
+
+def _memory_tells_all_draws(make: Callable[[Generator], _TorchBySlowCalls]) -> bool:
+    """Check on a generator of our own that every draw shows, and that it repeats from a restored state."""
+    generator = torch.Generator().manual_seed(3)
+    reader = make(generator)
+    draws: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.rand(1, generator=generator),
+        lambda: torch.randn(1, generator=generator),  # leaves a spare number
+        lambda: torch.randn(1, generator=generator),  # takes it, without moving the words
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+        lambda: torch.rand(1000, generator=generator),
+    ]
+    for draw in draws:
+        before = reader.snapshot()
+        drawn = draw()
+        if reader.snapshot()[0] == before[0]:
+            return False
+        reader.restore(before)
+        if not torch.equal(draw(), drawn):
+            return False
+    return True
+
+
+def _torch_generator(generator: Generator) -> _TorchBySlowCalls:
+    """Return the quick reader if torch lays its CPU generator out as expected."""
+    offset = _torch_words_offset(torch.Generator().manual_seed(1))
+    if offset is not None and _memory_tells_all_draws(lambda g: _TorchByMemory(g, offset)):
+        return _TorchByMemory(generator, offset)
+    return _TorchBySlowCalls(generator)
+
+
+_cpu = _torch_generator(torch.default_generator)
+
+
+class RngSnapshot:
+    """The random state at a region's entry; what the forward did not touch is dropped at its end."""
+
+    __slots__ = ("cpu", "devices", "generators", "numpy", "python")
+
+    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
+        self.cpu = _cpu.snapshot()
+        self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
+        self.python: Any = _python.peek()
+        self.numpy: Any = _numpy.peek()
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+
+    def seal(self) -> None:
+        """Forget Python's and NumPy's state if the forward left them alone."""
+        if _python.peek() == self.python:
+            self.python = None
+        if _numpy.peek() == self.numpy:
+            self.numpy = None
+
+    def add_generator(self, generator: Generator) -> None:
+        """Remember an explicit generator that is about to be drawn from, unless it is known already."""
+        if all(generator is not known for known, _ in self.generators):
+            self.generators.append((generator, generator.get_state()))
+
+
+def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
+    """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
+    current = RngSnapshot.__new__(RngSnapshot)
+    current.cpu = _cpu.snapshot()
+    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
+    current.generators = [(g, g.get_state()) for g, _ in snapshot.generators]
+    current.python = None if snapshot.python is None else _python.peek()
+    current.numpy = None if snapshot.numpy is None else _numpy.peek()
+    put_back(snapshot)
+    return current
+
+
+def put_back(snapshot: RngSnapshot) -> None:
+    """Put a snapshot's state in force."""
+    _cpu.restore(snapshot.cpu)
+    for device, state in snapshot.devices:
+        device_module(device.type).set_rng_state(state, device)
+    for generator, state in snapshot.generators:
+        generator.set_state(state)
+    if snapshot.python is not None:
+        _python.restore(snapshot.python)
+    if snapshot.numpy is not None:
+        _numpy.restore(snapshot.numpy)
+
+
+@contextmanager
+def replayed(snapshot: RngSnapshot | None) -> Iterator[None]:
+    """Run a block with a snapshot's random state, then put the surrounding one back; None changes nothing."""
+    if snapshot is None:
+        yield
+        return
+    surrounding = swap_in(snapshot)
+    try:
+        yield
+    finally:
+        put_back(surrounding)
+
+
+@dataclass(frozen=True, slots=True)
+class OpRngState:
+    """The state that one random op of a region started from."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    @staticmethod
+    def capture(device: torch.device) -> OpRngState:
+        """Read the default generator of a device."""
+        if device.type == "cpu":
+            return OpRngState(device, _cpu_generator.get_state())
+        return OpRngState(device, device_module(device.type).get_rng_state(device))
+
+    def restore(self) -> None:
+        """Let the next draw on the device start from here."""
+        if self.device.type == "cpu":
+            _cpu_generator.set_state(self.state)
+        else:
+            device_module(self.device.type).set_rng_state(self.state, self.device)
+
+
+def device_module(device_type: str) -> Any:
+    """Return torch's module for a device type, say `torch.cuda`."""
+    return torch.device("meta") if device_type == "meta" else getattr(torch, device_type)
+
+
+class DefaultDeviceType:
+    """The device type whose random state is kept when no argument says which: the accelerator, or the CPU."""
+
+    _default_device_type: str | None = None
+
+    @staticmethod
+    def set_device_type(device: str = "cuda") -> None:
+        """Fix the default device type."""
+        DefaultDeviceType._default_device_type = device
+
+    @staticmethod
+    def get_device_type() -> str:
+        """Return the device type that was set, else the machine's accelerator, else the CPU."""
+        if DefaultDeviceType._default_device_type is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            DefaultDeviceType._default_device_type = accelerator.type if accelerator is not None else "cpu"
+        return DefaultDeviceType._default_device_type
+
+
+def accelerator_devices(args: Iterable[Any]) -> list[torch.device]:
+    """Return the devices, other than the CPU, of the tensors among some arguments, each once, in order."""
+    devices: dict[torch.device, None] = {}
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if not arg.is_cpu and arg.device.type != "meta":
+                devices[arg.device] = None
+        elif isinstance(arg, (list, tuple, dict)):
+            leaves = tree_leaves(arg)
+            devices.update(dict.fromkeys(accelerator_devices(x for x in leaves if isinstance(x, torch.Tensor))))
+    return list(devices)
+
+
+def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Return index and random state of the accelerator of every tensor argument, in the arguments' order."""
+    ids = [
+        arg.get_device()
+        for arg in tree_leaves(args)
+        if isinstance(arg, torch.Tensor) and arg.device.type not in {"cpu", "meta"}
+    ]
+    if not ids:
+        return [], []
+    module = device_module(infer_device_type(*args))
+    states = []
+    for device_id in ids:
+        with module.device(device_id):
+            states.append(module.get_rng_state())
+    return ids, states
+
+
+def set_device_states(
+    devices: Iterable[int], states: Iterable[torch.Tensor], *, device_type: str | None = None
+) -> None:
+    """Put random states, as `get_device_states` returned them, back on their devices."""
+    device_type = device_type if device_type is not None else DefaultDeviceType.get_device_type()
+    if device_type == "meta":
+        return
+    module = device_module(device_type)
+    for device, state in zip(devices, states, strict=False):
+        with module.device(device):
+            module.set_rng_state(state)
+
+
+def infer_device_type(*args: Any) -> str:
+    """Return the one device type besides the CPU among the tensors of some arguments, or the default."""
+    types = list(
+        dict.fromkeys(
+            leaf.device.type
+            for leaf in tree_leaves(args)
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+        )
+    )
+    if not types:
+        return DefaultDeviceType.get_device_type()
+    return "cuda" if "cuda" in types else types[0]

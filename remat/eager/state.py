@@ -1,0 +1,232 @@
+"""State that outlives a region: read by it, changed by it, or changed behind its back.
+
+Three promises. A tensor that a recomputation reads is the one its forward read: versions are noted at entry,
+and
+a recomputation that finds one moved runs under a guard that raises if an op reads it. A buffer that the
+forward
+changed (running statistics, counters) has its entry value back while the forward is replayed. And the replay
+leaves the buffer itself alone, so that module state moves once per call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.eager.errors import CheckpointError
+from remat.eager.reach import Name, Reached, module_tree, name_text
+from remat.passes.torch_private import TorchDispatchMode, tree_leaves
+
+_LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version counter, or -1 where it keeps none."""
+    try:
+        return tensor._version
+    except (RuntimeError, AttributeError):  # inference tensors, some wrapper subclasses
+        return -1
+
+
+@dataclass(slots=True)
+class BufferFacts:
+    """Which buffers of one module its regions change, and in which settings that was looked for."""
+
+    changed: set[str] = field(default_factory=set)
+    looked_in: set[tuple[Any, bool]] = field(default_factory=set)
+
+
+_buffer_facts: weakref.WeakKeyDictionary[nn.Module, BufferFacts] = weakref.WeakKeyDictionary()
+_swap_lock = threading.RLock()
+
+
+class BufferState:
+    """The buffers that a region can reach: entry values of those it changes, versions of the others."""
+
+    __slots__ = ("_entry", "_key", "_learning", "_lost", "_modules", "_versions")
+
+    def __init__(self, modules: list[tuple[str, nn.Module]], region_key: Any) -> None:
+        self._modules = modules
+        self._entry: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._learning: set[tuple[int, str]] = set()
+        self._lost: list[tuple[str, torch.Tensor]] = []  # changed by the forward, and no copy from before it
+        self._key = region_key
+        for _, module in modules:
+            self._snapshot(module)
+        self._versions = self._read_versions()
+
+    def _named(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+        for label, module in self._modules:
+            for name, value in module._buffers.items():
+                if value is not None:
+                    yield f"{label}.{name}".lstrip("."), module, name, value
+
+    def _read_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
+        return {(id(m), name): (id(value), version_of(value)) for _, m, name, value in self._named()}
+
+    def _snapshot(self, module: nn.Module) -> None:
+        """Copy the buffers of one module that a region changes; on its first call, all small ones."""
+        facts = _buffer_facts.get(module)
+        if facts is None:
+            facts = _buffer_facts[module] = BufferFacts()
+        learning = (self._key, module.training) not in facts.looked_in
+        for name, value in module._buffers.items():
+            is_candidate = (
+                learning and value is not None and type(value) is torch.Tensor and value.nbytes <= _LEARN_MAX_BYTES
+            )
+            if value is not None and (name in facts.changed or is_candidate):
+                self._entry.append((module, name, value.detach().clone()))
+                if name not in facts.changed:
+                    self._learning.add((id(module), name))
+
+    def seal(self) -> None:
+        """Look, after the forward, which buffers it changed, and keep the entry values of those only."""
+        if self._learning:
+            self._entry = [entry for entry in self._entry if self._is_changed(*entry)]
+            self._learning = set()
+        for _, module in self._modules:  # only now: other threads may be in their own first call
+            _buffer_facts[module].looked_in.add((self._key, module.training))
+        now = self._read_versions()
+        if now == self._versions:
+            return
+        kept = {(id(module), name) for module, name, _ in self._entry}
+        for label, module, name, value in self._named():
+            key = (id(module), name)
+            before = self._versions.get(key)
+            if key not in kept and before is not None and before[0] == id(value) and before != now[key]:
+                _buffer_facts[module].changed.add(name)  # kept from the next call on
+                self._lost.append((label, value))
+        self._versions = now
+
+    def _is_changed(self, module: nn.Module, name: str, entry: torch.Tensor) -> bool:
+        if (id(module), name) not in self._learning or name in _buffer_facts[module].changed:
+            return True
+        value = module._buffers.get(name)
+        if value is not None and value.shape == entry.shape and torch.equal(value.detach(), entry):
+            return False
+        _buffer_facts[module].changed.add(name)
+        return True
+
+    def moved(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that are not what the forward read, and that cannot be given back to it."""
+        now = self._read_versions()
+        if now == self._versions:
+            return self._lost
+        kept = {(id(module), name) for module, name, _ in self._entry}
+        moved = list(self._lost)
+        for label, module, name, value in self._named():
+            key = (id(module), name)
+            before = self._versions.get(key)
+            if key not in kept and before is not None and before[0] == id(value) and before != now[key]:
+                moved.append((label, value))
+        return moved
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Run a block with the entry values of changed buffers; what the block does to those is dropped."""
+        with _swap_lock:
+            current = [(module, name, module._buffers.get(name)) for module, name, _ in self._entry]
+            for module, name, entry in self._entry:
+                module._buffers[name] = entry.clone()
+            try:
+                yield
+            finally:
+                for module, name, value in current:
+                    module._buffers[name] = value
+
+    @property
+    def needs_replay(self) -> bool:
+        """True if some buffer must be given its entry value while the forward is replayed."""
+        return bool(self._entry)
+
+
+class WatchedState:
+    """What a region's forward could read besides its arguments, as it was at entry."""
+
+    __slots__ = ("_parameters", "_tensors", "_versions", "buffers")
+
+    def __init__(self, reached: Reached, region_key: Any) -> None:
+        self._tensors = reached.tensors
+        self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
+        with_buffers: list[tuple[str, nn.Module]] = []
+        for root, module in reached.modules:
+            tree = module_tree(module)
+            self._parameters += [((root, name), values) for name, values in tree.parameters]
+            for name, reference in tree.with_buffers:
+                child = reference()
+                if child is not None:
+                    with_buffers.append((_join(root, name), child))
+        self.buffers = BufferState(with_buffers, region_key) if with_buffers else None
+        self._versions = self._read_versions()
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors:
+            yield name_text(name), tensor
+        for label, parameters in self._parameters:
+            for name, value in parameters.items():
+                if value is not None:
+                    yield f"{_join(*label)}.{name}".lstrip("."), value
+
+    def _read_versions(self) -> list[int]:
+        try:
+            versions = [tensor._version for _, tensor in self._tensors]
+            for _, parameters in self._parameters:
+                versions += [value._version for value in parameters.values() if value is not None]
+        except (RuntimeError, AttributeError):
+            return [version_of(tensor) for _, tensor in self._named()]
+        return versions
+
+    def seal(self) -> None:
+        """Finish the notes after the forward."""
+        if self.buffers is not None:
+            self.buffers.seal()
+
+    def moved(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that changed since the forward read them, with their names."""
+        moved = self.buffers.moved() if self.buffers is not None else []
+        now = self._read_versions()
+        if now == self._versions or len(now) != len(self._versions):
+            return moved  # a different length: parameters came or went, and positions no longer tell
+        named = zip(self._named(), self._versions, now, strict=True)
+        return moved + [item for item, before, after in named if before != after]
+
+
+def _join(root: Name, name: str) -> str:
+    root = name_text(root)
+    return f"{root}.{name}" if root and name else root or name
+
+
+class ReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise if an op reads a tensor that was changed since the region's forward."""
+
+    def __init__(self, moved: list[tuple[str, torch.Tensor]], describe: Callable[[str], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {_storage_id(tensor): name for name, tensor in moved}
+        self._describe = describe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the tensors an op is given, then run it."""
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and _storage_id(leaf) in self._names:
+                raise CheckpointError(self._describe(f"`{self._names[_storage_id(leaf)]}`, read by {func},"))
+        return func(*args, **kwargs)
+
+    def check_saved(self, tensor: torch.Tensor) -> None:
+        """Raise if a tensor that backward is about to be given was changed, though no op read it here."""
+        if _storage_id(tensor) in self._names:
+            raise CheckpointError(self._describe(f"`{self._names[_storage_id(tensor)]}`, saved for backward,"))
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
+        return id(tensor)

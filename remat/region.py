@@ -1,0 +1,113 @@
+"""`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
+
+Here is the eager half. `_call_region` is the joint: the one place where a call of marked code is handed to an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from remat.eager import RegionSpec, Selective, is_recomputing, run_region
+from remat.eager.determinism import find_determinism_check
+from remat.passes.errors import OptionError
+from remat.passes.policy import Policy, normalise_policy
+
+__all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOptions:
+    """What the user said about one region."""
+
+    name: str
+    policy: Any = None
+    memory_budget: Any = None
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    early_stop: bool = True
+    debug: bool = False
+
+    def eager_spec(self) -> RegionSpec:
+        """Return the same for the eager engine, which has no use for a budget."""
+        selective = None if self.policy is None else Selective(normalise_policy(self.policy))
+        return RegionSpec(
+            name=self.name,
+            preserve_rng_state=self.preserve_rng_state,
+            selective=selective,
+            check=find_determinism_check(self.determinism_check),
+            debug=self.debug,
+            early_stop=self.early_stop,
+            is_refilled=True,
+        )
+
+
+@overload
+def checkpoint_region(function: F) -> F: ...
+@overload
+def checkpoint_region(
+    *,
+    name: str | None = None,
+    policy: Policy | None = None,
+    memory_budget: Any = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    debug: bool = False,
+) -> Callable[[F], F]: ...
+def checkpoint_region(function: Any = None, *, name: str | None = None, **options: Any) -> Any:
+    """Mark a function, method or module: what it computes is dropped after forward, recomputed in backward.
+
+    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the
+    region.
+    """
+    if function is None:
+        return functools.partial(checkpoint_region, name=name, **options)
+    if not callable(function):
+        raise OptionError(
+            f"checkpoint_region marks a function, a method or a module, not {type(function).__name__}. "
+            "Write @checkpoint_region above the function; options go by keyword: "
+            '@checkpoint_region(name="mlp").'
+        )
+    if options.get("memory_budget") is not None:
+        raise OptionError(
+            f"checkpoint_region(memory_budget={options['memory_budget']!r}): budgets are not implemented yet; "
+            "leave it out and say by a policy what is kept."
+        )
+    region = RegionOptions(name=name or _default_name(function), **options)
+    if isinstance(function, nn.Module):
+        return _mark_module(function, region)
+    return _mark_function(function, region)
+
+
+def _default_name(function: Any) -> str:
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _mark_function(function: Any, region: RegionOptions) -> Any:
+    spec = region.eager_spec()
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return _call_region(function, args, kwargs, spec)
+
+    return marked
+
+
+def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
+    """Make a module's forward a region; type, parameters, hooks and state_dict keys stay as they are."""
+    module.forward = _mark_function(module.forward, region)
+    return module
+
+
+def _call_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
+    """Hand a call of marked code to an engine: the eager one."""
+    return run_region(function, args, kwargs, spec)

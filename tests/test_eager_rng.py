@@ -1,0 +1,227 @@
+"""Random numbers inside a region are drawn again as they were, whoever draws them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from eager_testing import REGIONS, plain
+from torch import nn
+
+from remat.eager import rng
+from remat.region import checkpoint_region
+
+every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+
+DRAWS = {
+    "random.random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.shuffle": lambda: float(random.sample(range(100), 3)[0]),
+    "numpy.rand": np.random.rand,
+    "numpy.randn": np.random.randn,
+    "numpy.permutation": lambda: float(np.random.permutation(50)[0]),
+    "torch.rand": lambda: torch.rand(()),
+}
+
+
+def seed_all(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def state_of_all():
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
+def run(call, odd_start):
+    seed_all(5)
+    if (
+        odd_start
+    ):  # leaves a spare normal number behind, which the next call takes without moving the generator
+        np.random.randn()
+        random.gauss(0, 1)
+    x = torch.linspace(0.1, 1, 4, requires_grad=True)
+    out = call(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    return grad, state_of_all()
+
+
+@every_region
+@pytest.mark.parametrize("odd_start", [False, True])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_global_generators_are_replayed_and_left_where_the_forward_left_them(region, draw, odd_start):
+    def function(x):
+        return ((x * draw()).sin() * draw()).exp()
+
+    grad, state = run(lambda x: region(function, x), odd_start)
+    expected, expected_state = run(function, odd_start)
+    assert torch.equal(grad, expected)
+    assert state == expected_state
+
+
+@every_region
+@pytest.mark.parametrize("where", ["closure", "argument", "keyword", "module", "global"])
+def test_explicit_generators_are_replayed(region, where):
+    generator = torch.Generator()
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = generator
+
+        def forward(self, x):
+            return (x * torch.rand(4, generator=self.generator)).sin()
+
+    def draw(x, generator):
+        return (x * torch.rand(4, generator=generator)).sin()
+
+    calls = {
+        "closure": lambda run, x: run(lambda x: draw(x, generator), x),
+        "argument": lambda run, x: run(draw, x, generator),
+        "keyword": lambda run, x: run(draw, x, generator=generator),
+        "module": lambda run, x: run(Noisy(), x),
+        "global": lambda run, x: run(draws_from_a_global, x),
+    }
+    used = global_generator if where == "global" else generator
+
+    def result(run):
+        used.manual_seed(7)
+        x = torch.linspace(0.1, 1, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(calls[where](run, x).exp().sum(), x)
+        return grad, used.get_state()
+
+    grad, state = result(region)
+    expected, expected_state = result(lambda f, *a, **k: f(*a, **k))
+    assert torch.equal(grad, expected)
+    assert torch.equal(state, expected_state)
+
+
+global_generator = torch.Generator()
+
+
+def draws_from_a_global(x):
+    return (x * torch.rand(4, generator=global_generator)).sin()
+
+
+def test_a_hidden_generator_is_found_by_a_policys_mode():
+    class Holder:
+        generator = torch.Generator()
+
+    def function(x):
+        return (x * torch.rand(4, generator=Holder.generator)).sin()
+
+    x = torch.linspace(0.1, 1, 4, requires_grad=True)
+    region = checkpoint_region(policy=[torch.ops.aten.mm.default])(function)
+    Holder.generator.manual_seed(1)
+    (grad,) = torch.autograd.grad(region(x).sum(), x)
+    Holder.generator.manual_seed(1)
+    assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+@every_region
+def test_backward_does_not_move_the_surrounding_random_state(region):
+    out = region(lambda x: nn.functional.dropout(x.sin(), 0.5).exp(), torch.randn(8, requires_grad=True))
+    before = state_of_all()
+    out.sum().backward()
+    assert state_of_all() == before
+
+
+@pytest.mark.parametrize("use", ["checkpoint", "region"])
+def test_without_preserve_rng_state_the_recomputation_draws_on(use):
+    drawn = []
+
+    def function(x):
+        drawn.append(torch.rand(16))
+        return (x * drawn[-1]).sin()
+
+    x = torch.randn(16, requires_grad=True)
+    torch.manual_seed(0)
+    if use == "checkpoint":
+        out = plain(function, x, preserve_rng_state=False)
+    else:
+        out = checkpoint_region(preserve_rng_state=False)(function)(x)
+    out.sum().backward()
+    torch.manual_seed(0)
+    assert torch.equal(drawn[0], torch.rand(16))
+    assert torch.equal(drawn[1], torch.rand(16))
+
+
+def test_a_raising_recomputation_leaves_the_random_state_alone():
+    from remat.region import is_recomputing
+
+    def function(x):
+        if is_recomputing():
+            torch.rand(3)
+            raise ValueError("again")
+        return x.sin()
+
+    out = plain(function, torch.ones(2, requires_grad=True))
+    before = state_of_all()
+    with pytest.raises(ValueError, match="again"):
+        out.sum().backward()
+    assert state_of_all() == before
+
+
+class TestQuickReaders:
+    """The readers that look into the generators' memory agree with the public calls."""
+
+    def test_they_are_in_use_on_this_interpreter(self):
+        assert isinstance(rng._python, rng._PythonByMemory)
+        assert isinstance(rng._numpy, rng._NumpyByMemory)
+        assert isinstance(rng._cpu, rng._TorchByMemory)
+
+    @pytest.mark.parametrize(
+        "reader", [rng._TorchBySlowCalls(torch.default_generator), rng._cpu], ids=["slow", "quick"]
+    )
+    @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
+    def test_torch_state_comes_back(self, reader, num_before):
+        torch.manual_seed(3)
+        for _ in range(num_before):
+            torch.randn(())
+        state = reader.snapshot()
+        expected = [torch.randn(()), torch.rand(()), torch.randn((), dtype=torch.float64), torch.randn(())]
+        assert reader.snapshot()[0] != state[0]
+        reader.restore(state)
+        assert [
+            torch.randn(()),
+            torch.rand(()),
+            torch.randn((), dtype=torch.float64),
+            torch.randn(()),
+        ] == expected
+
+    @pytest.mark.parametrize("reader", [rng._PythonBySlowCalls(), rng._python], ids=["slow", "quick"])
+    def test_python_state_comes_back(self, reader):
+        random.seed(3)
+        random.gauss(0, 1)
+        state = reader.peek()
+        expected = [random.gauss(0, 1), random.random(), random.getrandbits(64)]
+        assert reader.peek() != state
+        reader.restore(state)
+        assert [random.gauss(0, 1), random.random(), random.getrandbits(64)] == expected
+
+    @pytest.mark.parametrize("reader", [rng._NumpyBySlowCalls(), rng._numpy], ids=["slow", "quick"])
+    @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
+    def test_numpy_state_comes_back(self, reader, num_before):
+        np.random.seed(3)
+        for _ in range(num_before):
+            np.random.randn()
+        state = reader.peek()
+        expected = [np.random.randn(), np.random.rand(), np.random.randn()]
+        assert reader.peek()[0] != state[0]
+        reader.restore(state)
+        assert [np.random.randn(), np.random.rand(), np.random.randn()] == expected
+
+    def test_a_swapped_numpy_bit_generator_is_read_by_public_calls(self):
+        old = np.random.get_bit_generator()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        try:
+            state = rng._numpy.peek()
+            expected = np.random.rand()
+            assert rng._numpy.peek()[0] != state[0]
+            rng._numpy.restore(state)
+            assert np.random.rand() == expected
+        finally:
+            np.random.set_bit_generator(old)
