@@ -1,9 +1,7 @@
 """What a region costs besides its arithmetic: remat, torch.utils.checkpoint and torch_remat in one run.
 
-The overhead of a region is its step time minus the time of "forward twice + backward" of the same function
-without
-a region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported.
-Time is
+The overhead of a region is its step time minus the time of "forward twice + backward" of the same function without a
+region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported. Time is
 processor time of this process: all work is on one thread, and what other processes do does not count.
 
     python benchmarks/eager_overhead.py [--rounds 30] [--json out.json]
@@ -50,9 +48,7 @@ class Workload:
 def make_workload(name: str, size: int, depth: int, num_calls: int, torch_remat: Any) -> Workload:
     """Build a chain of `depth` times (matmul, bias, gelu, residual): four ops each."""
     generator = torch.Generator().manual_seed(0)
-    weights = [
-        (torch.randn(size, size, generator=generator) / size**0.5).requires_grad_() for _ in range(depth)
-    ]
+    weights = [(torch.randn(size, size, generator=generator) / size**0.5).requires_grad_() for _ in range(depth)]
     biases = [torch.zeros(size, requires_grad=True) for _ in range(depth)]
     x = torch.randn(size, size, generator=generator, requires_grad=True)
 
@@ -105,9 +101,7 @@ def variants(workload: Workload, torch_remat: Any) -> dict[str, Step]:
         "selective remat policy=": lambda: _backward(run_region(function, inputs, {}, policy_spec)),
     }
     if torch_remat is not None and workload.torch_remat_function is not None:
-        steps["plain torch_remat"] = lambda: _backward(
-            torch_remat.checkpoint(region_name="r")(function)(*inputs)
-        )
+        steps["plain torch_remat"] = lambda: _backward(torch_remat.checkpoint(region_name="r")(function)(*inputs))
         steps["selective torch_remat"] = lambda: _backward(
             torch_remat.checkpoint(region_name="r")(workload.torch_remat_function)(*inputs)
         )

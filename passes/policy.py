@@ -1,8 +1,7 @@
 """The policy vocabulary of both engines: what a user may hand over, and the one form it is used in.
 
 A policy is a list of ops (those are saved) or a callable `fn(ctx, op, *args, **kwargs)` that answers with a
-`CheckpointPolicy` or a bool. `normalise_policy` turns either into a callable, `checked_answer` turns what
-that
+`CheckpointPolicy` or a bool. `normalise_policy` turns either into a callable, `checked_answer` turns what that
 callable says into a `CheckpointPolicy`, or into an error that names policy and op.
 """
 

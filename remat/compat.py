@@ -1,7 +1,6 @@
 """Every name of `torch.utils.checkpoint`, with the same signatures, over remat's engine.
 
-Code written for torch runs after changing the import. Where torch refuses (several backwards through a
-selective
+Code written for torch runs after changing the import. Where torch refuses (several backwards through a selective
 region, say) this works; where torch is silently wrong (an argument changed in place) this raises.
 """
 

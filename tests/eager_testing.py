@@ -77,9 +77,7 @@ def grads_of(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, 
     return out.detach(), torch.autograd.grad(out.sum(), wanted)
 
 
-def assert_same_grads(
-    region: Callable[..., Any], function: Callable[..., Any], *inputs: torch.Tensor
-) -> None:
+def assert_same_grads(region: Callable[..., Any], function: Callable[..., Any], *inputs: torch.Tensor) -> None:
     """Assert that a function gives the same bits with and without a region."""
     state = torch.get_rng_state()
     expected, expected_grads = grads_of(function, *inputs)

@@ -147,8 +147,14 @@ def test_partitioner_refuses_what_belongs_to_the_backend() -> None:
     ("seconds", "message"),
     [
         (-1.0, "the cost model returned -1.0 for aten.sin.default; a price is a number of seconds from 0 to 1e+09"),
-        (float("nan"), "the cost model returned nan for aten.sin.default; a price is a number of seconds from 0 to 1e+09"),
-        (float("inf"), "the cost model returned inf for aten.sin.default; a price is a number of seconds from 0 to 1e+09"),
+        (
+            float("nan"),
+            "the cost model returned nan for aten.sin.default; a price is a number of seconds from 0 to 1e+09",
+        ),
+        (
+            float("inf"),
+            "the cost model returned inf for aten.sin.default; a price is a number of seconds from 0 to 1e+09",
+        ),
         ("long", "the cost model returned 'long' for aten.sin.default; it must return seconds as a number"),
     ],
 )

@@ -106,9 +106,7 @@ def test_detach_variable_cuts_history_and_keeps_the_wish_for_grad():
     assert detached.requires_grad
     assert not plain.requires_grad
     assert other == "text"
-    with pytest.raises(
-        RuntimeError, match=r"Only tuple of tensors is supported. Got Unsupported input type: list"
-    ):
+    with pytest.raises(RuntimeError, match=r"Only tuple of tensors is supported. Got Unsupported input type: list"):
         compat.detach_variable([x])
 
 

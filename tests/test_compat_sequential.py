@@ -37,9 +37,7 @@ def test_all_but_the_last_segment_run_twice(num_functions, segments, expected):
         return x.sin()
 
     x = torch.randn(2, requires_grad=True)
-    compat.checkpoint_sequential(
-        [function] * num_functions, segments, x, use_reentrant=False
-    ).sum().backward()
+    compat.checkpoint_sequential([function] * num_functions, segments, x, use_reentrant=False).sum().backward()
     assert len(calls) - num_functions == expected
 
 

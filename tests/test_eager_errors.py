@@ -107,21 +107,15 @@ class TestDivergence:
 
     def test_a_selective_region_names_the_op_and_the_line(self):
         region = checkpoint_region(policy=[torch.ops.aten.mm.default], early_stop=False)
-        out = region(first_then(lambda x: x.sin(), lambda x: x.sin().exp()))(
-            torch.ones(1, requires_grad=True)
-        )
-        with pytest.raises(
-            CheckpointError, match=r"aten.exp.default encountered .* but not found in storage"
-        ):
+        out = region(first_then(lambda x: x.sin(), lambda x: x.sin().exp()))(torch.ones(1, requires_grad=True))
+        with pytest.raises(CheckpointError, match=r"aten.exp.default encountered .* but not found in storage"):
             out.backward()
 
     def test_a_selective_region_counts_repeated_ops(self):
         region = checkpoint_region(policy=[torch.ops.aten.sin.default], early_stop=False)
         function = first_then(lambda x: x.sin().cos(), lambda x: x.sin().sin().cos())
         out = region(function)(torch.ones(1, requires_grad=True))
-        with pytest.raises(
-            CheckpointError, match=r"aten.sin.default invocation index 1 .*not found in storage"
-        ):
+        with pytest.raises(CheckpointError, match=r"aten.sin.default invocation index 1 .*not found in storage"):
             out.backward()
 
 
@@ -145,9 +139,7 @@ class TestChecks:
 
 
 class TestDebug:
-    function = staticmethod(
-        first_then(lambda x: x.sin().exp().sin(), lambda x: (x.sin() * torch.ones(2)).exp())
-    )
+    function = staticmethod(first_then(lambda x: x.sin().exp().sin(), lambda x: (x.sin() * torch.ones(2)).exp()))
 
     def test_both_op_traces_are_in_the_error(self):
         with pytest.raises(CheckpointError, match="because you passed `debug=True` to checkpoint") as error:

@@ -44,9 +44,7 @@ class Step:
 
     def __init__(self, region):
         self.region = region
-        self.model = nn.Sequential(
-            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8)
-        )
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8))
         self.where = None
 
     def block(self, x):

@@ -74,10 +74,7 @@ def leaves_of(sample):
 
 def fresh(values):
     """Copy the tensors of a sample, so that runs share nothing."""
-    return [
-        v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
-        for v in values
-    ]
+    return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def run(op, values, spec, region):
@@ -147,9 +144,7 @@ def identify(op):
 
 
 @pytest.mark.parametrize("name", ["plain", "save_all", "recompute_all"])
-@pytest.mark.parametrize(
-    "op", [op for op in OPS if op.name in SAMPLED and not op.variant_test_name], ids=identify
-)
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in SAMPLED and not op.variant_test_name], ids=identify)
 def test_sampled_ops_are_bitwise_equal(op, name):
     assert check(op, REGIONS[name]) > 0
 

@@ -59,9 +59,7 @@ class TestPolicies:
             {aten.mm.default},
             lambda ctx, op, *args, **kwargs: op is aten.mm.default,
             lambda ctx, op, *args, **kwargs: MUST_SAVE if op is aten.mm.default else MUST_RECOMPUTE,
-            lambda ctx, op, *args, **kwargs: (
-                compat.CheckpointPolicy.PREFER_SAVE if op is aten.mm.default else False
-            ),
+            lambda ctx, op, *args, **kwargs: compat.CheckpointPolicy.PREFER_SAVE if op is aten.mm.default else False,
         ],
         ids=["overload", "packet", "set", "bool", "must", "prefer"],
     )
@@ -100,9 +98,7 @@ class TestPolicies:
         def faulty(ctx, op, *args, **kwargs):
             raise KeyError("no such layer")
 
-        with pytest.raises(
-            PolicyError, match=r"policy .*faulty.* raised KeyError when asked about aten.sin.default"
-        ):
+        with pytest.raises(PolicyError, match=r"policy .*faulty.* raised KeyError when asked about aten.sin.default"):
             selective(faulty, chain, x)
 
     def test_an_answer_that_is_no_policy_is_refused(self, x):
@@ -118,9 +114,7 @@ class TestPolicies:
             values, _ = (x * mean).topk(2, dim=1)
             return (values * variance[:2]).exp()
 
-        assert_same_grads(
-            functools.partial(selective, [aten.var_mean.correction, aten.topk.default]), function, x
-        )
+        assert_same_grads(functools.partial(selective, [aten.var_mean.correction, aten.topk.default]), function, x)
 
     def test_ops_with_outputs_that_are_no_tensors(self, x):
         calls = []
@@ -152,9 +146,7 @@ class TestSeveralBackwards:
     def test_saved_values_serve_every_backward_of_a_retained_graph(self, x):
         out = selective(list(self.policy), chain, x)
         for _ in range(3):
-            assert count_backward(out, retain_graph=True)["mm.default"] == 2, (
-                "the two matmuls of the gradient"
-            )
+            assert count_backward(out, retain_graph=True)["mm.default"] == 2, "the two matmuls of the gradient"
 
     def test_they_serve_torch_compatible_contexts_too(self, x):
         contexts = functools.partial(compat.create_selective_checkpoint_contexts, list(self.policy))
@@ -272,9 +264,7 @@ class TestInPlace:
 
     def test_a_saved_value_changed_after_the_region_raises(self, x):
         out = selective(save_all, lambda x: x.sin().exp() + 1, x)
-        hidden = selective(
-            lambda ctx, op, *a, **k: op is aten.exp.default, lambda x: (x.exp(), x.exp().sin()), x
-        )
+        hidden = selective(lambda ctx, op, *a, **k: op is aten.exp.default, lambda x: (x.exp(), x.exp().sin()), x)
         with torch.no_grad():
             hidden[0].add_(1)
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been mutated"):
@@ -285,9 +275,7 @@ class TestInPlace:
         function = lambda x: x.sin().mul_(2).cos().exp()  # noqa: E731
 
         def run(**options):
-            contexts = functools.partial(
-                compat.create_selective_checkpoint_contexts, [aten.sin.default], **options
-            )
+            contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.sin.default], **options)
             plain(function, x, context_fn=contexts).sum().backward()
 
         with pytest.raises(RuntimeError, match="has been mutated"):
@@ -321,9 +309,9 @@ class TestRandomOps:
             drawn.append((torch.rand_like(x), torch.randn_like(x)))
             return (x * drawn[-1][0]).sin() * drawn[-1][1]
 
-        region = checkpoint_region(
-            policy=[aten.rand_like.default], preserve_rng_state=False, early_stop=False
-        )(function)
+        region = checkpoint_region(policy=[aten.rand_like.default], preserve_rng_state=False, early_stop=False)(
+            function
+        )
         region(torch.ones(16, requires_grad=True)).sum().backward()
         assert torch.equal(drawn[0][0], drawn[1][0])
         assert not torch.equal(drawn[0][1], drawn[1][1])
@@ -370,9 +358,7 @@ class TestNesting:
 
         out = self.inner_outer(inner, outer)(x)
         assert asked == ["cos.default", "exp.default", "tanh.default"]
-        assert count_backward(out)["mm.default"] == 2 + 1, (
-            "recomputed once, for the outer and the inner region"
-        )
+        assert count_backward(out)["mm.default"] == 2 + 1, "recomputed once, for the outer and the inner region"
 
     def test_a_block_saved_inside_needs_no_mark_of_what_the_outside_needs(self, x):
         block = checkpoint_region(policy=save_all)(lambda x: (x @ x).sin() @ x)
@@ -383,9 +369,7 @@ class TestNesting:
         assert counter["mm.default"] == reference["mm.default"]
 
     @pytest.mark.parametrize("depth", [2, 3, 5])
-    @pytest.mark.parametrize(
-        "policy", [None, save_all, [aten.mm.default]], ids=["plain", "save_all", "save_mm"]
-    )
+    @pytest.mark.parametrize("policy", [None, save_all, [aten.mm.default]], ids=["plain", "save_all", "save_mm"])
     def test_gradients_at_any_depth(self, depth, policy, x):
         def nested(level):
             if level == 0:

@@ -50,9 +50,7 @@ MODULES = {
     "counter": Counting,
     "own statistics": OwnStatistics,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "instance norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)
-    ),
+    "instance norm": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
 }
 
 
@@ -153,9 +151,7 @@ class TestChangedTensors:
         combine = torch.mul if use == "saved" else torch.add
         out = REGIONS[name](lambda x: combine(x, factor).sin().exp(), x)
         factor.add_(1)
-        with pytest.raises(
-            compat.CheckpointError, match=r"`factor`, .* has been modified by an inplace operation"
-        ):
+        with pytest.raises(compat.CheckpointError, match=r"`factor`, .* has been modified by an inplace operation"):
             out.sum().backward()
 
     @pytest.mark.parametrize("parameter", ["0.weight", "0.bias", "2.weight"])

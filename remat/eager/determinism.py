@@ -1,7 +1,6 @@
 """Whether a recomputation saved what its forward saved: the checks, and the error that says where they part.
 
-A check maps a saved tensor to something comparable, noted in forward and compared in recompute. "default"
-looks at
+A check maps a saved tensor to something comparable, noted in forward and compared in recompute. "default" looks at
 shape, dtype and device; "none" at nothing; others can be registered.
 """
 

@@ -1,11 +1,8 @@
 """One call of a region: what is kept instead of its activations, and how they come back.
 
-Forward runs under a pair of saved-tensor hooks. The pack hook hands autograd a small `Holder` for each
-tensor it
-wants to keep; the unpack hook, called by backward, runs the region again, and this time the pack hook puts
-each
-tensor into the holder with the same number. The frame knows its holders weakly: a holder dies with the graph
-node
+Forward runs under a pair of saved-tensor hooks. The pack hook hands autograd a small `Holder` for each tensor it
+wants to keep; the unpack hook, called by backward, runs the region again, and this time the pack hook puts each
+tensor into the holder with the same number. The frame knows its holders weakly: a holder dies with the graph node
 that owns it, and what was recomputed for it, or saved by a policy ahead of it, dies with it.
 
 Regions nest to any depth: an inner region's arguments are saved through the hooks of the outer one, so that

@@ -1,8 +1,7 @@
 """Values that wait for backward in host memory.
 
-With an accelerator the copy goes to pinned memory on a stream of its own, in the order of the forward, and
-comes
-back ahead of its use. On the CPU there is nothing to overlap, and it is a plain copy.
+With an accelerator the copy goes to pinned memory on a stream of its own, in the order of the forward, and comes back
+ahead of its use. On the CPU there is nothing to overlap, and it is a plain copy.
 """
 
 from __future__ import annotations

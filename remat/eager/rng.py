@@ -1,11 +1,9 @@
 """Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
 
-torch's generators are snapshotted at region entry (under a microsecond). Python's and NumPy's global
-generators
-would cost 12 and 43 microseconds each through `getstate`, so their state words are compared in place with the
-last copy taken; a region that draws from neither copies nothing. Where the layout of that memory is not what
-is
-expected, the slow public calls are used.
+torch's generators are snapshotted at region entry (a few microseconds). Python's and NumPy's global generators would
+cost 12 and 43 microseconds each through `getstate`, so their state words are compared in place with the last copy
+taken; a region that draws from neither copies nothing. Where the layout of that memory is not what a probe expects,
+the slow public calls are used.
 """
 
 from __future__ import annotations
@@ -13,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +31,16 @@ class _ForeignGenerator(Protocol):
 
     def peek(self) -> Any: ...
     def restore(self, state: Any) -> None: ...
+
+
+class _NoGenerator:
+    """Stands for the generator of a library that is not installed."""
+
+    def peek(self) -> Any:
+        return None
+
+    def restore(self, state: Any) -> None:
+        assert state is None, "there is nothing to restore"
 
 
 class _PythonBySlowCalls:
@@ -151,6 +160,8 @@ def _numpy_gauss_offset(random_state_type: Any) -> int | None:
 
 def _numpy_generator() -> _ForeignGenerator:
     """Return the quick reader if NumPy lays its global generator out as expected."""
+    if find_spec("numpy") is None:
+        return _NoGenerator()
     import numpy as np
 
     state = np.random.mtrand._rand
@@ -165,98 +176,13 @@ _python = _python_generator()
 _numpy = _numpy_generator()
 
 
-class _TorchBySlowCalls:
-    """torch's CPU generator, by its public functions."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-
-    def snapshot(self) -> tuple[bytes, torch.Tensor]:
-        """Return the state and something that is equal iff the state is."""
-        state = self._generator.get_state()
-        return bytes(state.numpy()), state
-
-    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
-        """Put a state back."""
-        self._generator.set_state(snapshot[1])
-
-
-class _TorchByMemory(_TorchBySlowCalls):
-    """The same, with a look at the generator's words first: only a state that moved is read or written."""
-
-    def __init__(self, generator: Generator, words_offset: int) -> None:
-        super().__init__(generator)
-        address = generator._cdata + words_offset - _TORCH_BEFORE_WORDS  # type: ignore[attr-defined]
-        num_bytes = _TORCH_BEFORE_WORDS + 4 * _NUM_WORDS + _TORCH_AFTER_WORDS
-        live = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
-        self._mark = live[: _TORCH_BEFORE_WORDS + 16]
-        self._spare = live[num_bytes - _TORCH_AFTER_WORDS :]
-        self._last: tuple[bytes, torch.Tensor] = (b"", torch.empty(0))
-
-    def snapshot(self) -> tuple[bytes, torch.Tensor]:
-        mark = self._mark.tobytes() + self._spare.tobytes()
-        last = self._last
-        if mark != last[0]:
-            last = self._last = (mark, self._generator.get_state())
-        return last
-
-    def restore(self, snapshot: tuple[bytes, torch.Tensor]) -> None:
-        if self._mark.tobytes() + self._spare.tobytes() != snapshot[0]:
-            self._generator.set_state(snapshot[1])
-
-
-_TORCH_BEFORE_WORDS = 20  # seed, words left, seeded or not, next word
-_TORCH_AFTER_WORDS = 28  # padding, a spare normal number in single and one in double precision
-
-
-def _torch_words_offset(generator: Generator) -> int | None:
-    """Find where a CPU generator keeps its words; None if they are not there."""
-    words = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view("uint64").astype("uint32").tobytes()
-    at = ctypes.string_at(generator._cdata, 128 + 4 * _NUM_WORDS).find(words)  # type: ignore[attr-defined]
-    return at if at >= _TORCH_BEFORE_WORDS else None
-
-
-def _memory_tells_all_draws(make: Callable[[Generator], _TorchBySlowCalls]) -> bool:
-    """Check on a generator of our own that every draw shows, and that it repeats from a restored state."""
-    generator = torch.Generator().manual_seed(3)
-    reader = make(generator)
-    draws: list[Callable[[], torch.Tensor]] = [
-        lambda: torch.rand(1, generator=generator),
-        lambda: torch.randn(1, generator=generator),  # leaves a spare number
-        lambda: torch.randn(1, generator=generator),  # takes it, without moving the words
-        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
-        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
-        lambda: torch.rand(1000, generator=generator),
-    ]
-    for draw in draws:
-        before = reader.snapshot()
-        drawn = draw()
-        if reader.snapshot()[0] == before[0]:
-            return False
-        reader.restore(before)
-        if not torch.equal(draw(), drawn):
-            return False
-    return True
-
-
-def _torch_generator(generator: Generator) -> _TorchBySlowCalls:
-    """Return the quick reader if torch lays its CPU generator out as expected."""
-    offset = _torch_words_offset(torch.Generator().manual_seed(1))
-    if offset is not None and _memory_tells_all_draws(lambda g: _TorchByMemory(g, offset)):
-        return _TorchByMemory(generator, offset)
-    return _TorchBySlowCalls(generator)
-
-
-_cpu = _torch_generator(torch.default_generator)
-
-
 class RngSnapshot:
     """The random state at a region's entry; what the forward did not touch is dropped at its end."""
 
     __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
-        self.cpu = _cpu.snapshot()
+        self.cpu = _cpu_generator.get_state()
         self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
         self.python: Any = _python.peek()
         self.numpy: Any = _numpy.peek()
@@ -278,7 +204,7 @@ class RngSnapshot:
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    current.cpu = _cpu.snapshot()
+    current.cpu = _cpu_generator.get_state()
     current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
     current.generators = [(g, g.get_state()) for g, _ in snapshot.generators]
     current.python = None if snapshot.python is None else _python.peek()
@@ -289,7 +215,7 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    _cpu.restore(snapshot.cpu)
+    _cpu_generator.set_state(snapshot.cpu)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:

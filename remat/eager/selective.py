@@ -1,12 +1,10 @@
 """Selective regions: a policy decides, op by op, what the forward keeps for the recomputation.
 
-Two dispatch modes. The `Recorder` runs in forward, asks the policy about every op and keeps the outputs it
-wants
-saved; the `Replayer` runs in recompute and answers those ops from what was kept. Ops are matched by their
-name and how often they ran before. What is kept hangs on the holders that autograd owns, as a chain of
-segments: a holder keeps alive what was saved before it, so every value dies as soon as no living part of the
-graph
-can ask for a recomputation that passes it, and lives as long as one can, however many backwards there are.
+Two dispatch modes. The `Recorder` runs in forward, asks the policy about every op and keeps the outputs it wants
+saved; the `Replayer` runs in recompute and answers those ops from what was kept. Ops are matched by their name and
+how often they ran before. What is kept hangs on the holders that autograd owns, as a chain of segments: a holder
+keeps alive what was saved before it, so every value dies as soon as no living part of the graph can ask for a
+recomputation that passes it, and lives as long as one can, however many backwards there are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """State that outlives a region: read by it, changed by it, or changed behind its back.
 
-Three promises. A tensor that a recomputation reads is the one its forward read: versions are noted at entry,
-and
-a recomputation that finds one moved runs under a guard that raises if an op reads it. A buffer that the
-forward
-changed (running statistics, counters) has its entry value back while the forward is replayed. And the replay
-leaves the buffer itself alone, so that module state moves once per call.
+Three promises. A tensor that a recomputation reads is the one its forward read: versions are noted at entry, and a
+recomputation that finds one moved runs under a guard that raises if an op reads it. A buffer that the forward changed
+(running statistics, counters) has its entry value back while the forward is replayed. And the replay leaves the
+buffer itself alone, so that module state moves once per call.
 """
 
 from __future__ import annotations
