@@ -64,6 +64,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     partly = [value for value in ran if value["reasons"]]
     terminalreporter.section("every op, with and without remat")
     terminalreporter.line(f"{len(ran)} ops agree bit for bit, in {sum(value['num_steps'] for value in ran)} steps")
+    terminalreporter.line(f"{outcomes[0][1]['num_without_gradient']} ops of the table have no gradient on the CPU")
     terminalreporter.line(f"{len(broken)} of them with a graph break around the op: {', '.join(broken) or 'none'}")
     terminalreporter.line(f"{len(partly)} of them with a sample left out, {len(skipped)} ops skipped:")
     for value in [*partly, *skipped]:

@@ -82,6 +82,7 @@ def has_gradient(info: Any) -> bool:
     return info.supports_autograd and bool(info.supported_backward_dtypes("cpu"))
 
 
+NUM_WITHOUT_GRADIENT = sum(not has_gradient(info) for info in op_db)
 CASES = [Case(info) for info in op_db if has_gradient(info)]
 CASES += [Case(info, is_inplace=True) for info in op_db if has_gradient(info) and info.get_inplace() is not None]
 
@@ -213,8 +214,16 @@ def check(case: Case, record_property: Callable[[str, Any], None]) -> None:
             continue
         num_steps += 1
         num_broken += not fullgraph
-    outcome = {"op": case.name, "num_steps": num_steps, "num_broken": num_broken, "reasons": reasons}
-    record_property("every_op", outcome)
+    record_property(
+        "every_op",
+        {
+            "op": case.name,
+            "num_steps": num_steps,
+            "num_broken": num_broken,
+            "reasons": reasons,
+            "num_without_gradient": NUM_WITHOUT_GRADIENT,
+        },
+    )
     if not num_steps:
         pytest.skip(reasons[0] if reasons else "the table has no differentiable sample of it for the CPU")
 
