@@ -128,6 +128,7 @@ __all__ = [
     "peek_functorch_stack",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "queue_after_backward",
     "redirect_compiled_code_to",
     "run_and_save_rng_state",
     "run_uncompiled",
@@ -281,6 +282,11 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     from torch._dynamo import disable
 
     return disable(function, recursive=True)(*args)  # type: ignore[no-untyped-call]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run a function when the backward pass that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def skip_code(code: CodeType) -> None:

@@ -50,6 +50,7 @@ from remat.passes.torch_private import (
     make_saved_tensor,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    queue_after_backward,
     set_grad_enabled,
     skip_code,
     top_saved_tensors_hooks,
@@ -593,7 +594,7 @@ class Recomputation:
             if frame is not None:
                 _forget(frame, task)
 
-        torch.autograd.Variable._execution_engine.queue_callback(forget)
+        queue_after_backward(forget)
 
 
 def _keep_compiler_out() -> None:
