@@ -1,160 +1,121 @@
-"""From prices and constraints to a plan: set up the flow problem, cut it, write down what was decided and why.
-
-A view costs nothing to make again and keeps its base's storage alive, so no minimum cut can gain from saving it
-instead of its base: views are joined to their bases before the cut.
-"""
+"""From prices and constraints to a plan: propose, pick, and write down what was decided and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from .constraints import Constraint, Constraints, Reason, base_is_viewed
-from .cost import TICKS_PER_SECOND, Costs
-from .errors import InfeasibleCut
-from .joint_graph import JointGraph, Role
-from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
-from .plan import Action, Decision, Plan, module_path, source_line
+from .budget import Budget, Offer, Planner
+from .constraints import Reason, base_is_viewed
+from .cost import TICKS_PER_SECOND
+from .flow import FlowProblem
+from .joint_graph import JointGraph, Role, describe_graph
+from .plan import Action, Decision, Plan, PredictedPeak, module_path, source_line
+from .schedule import Schedule
+from .simulate import Simulation
+from .storage import Storages
+
+NUM_ALIVE = 20
+"""How many of the values alive at the peak a plan lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """A plan with the node positions that extraction needs."""
+    """A plan, and the order of nodes that extraction needs."""
 
     plan: Plan
-    saved: tuple[int, ...]
-    """Values that forward hands to backward, in graph order; inputs are not among them."""
+    schedule: Schedule
 
 
-def choose_plan(graph: JointGraph, constraints: Constraints, costs: Costs, key: str) -> Chosen:
-    """Pick the cheapest legal set of saved values."""
-    members = _join_views(graph, constraints)
-    values = _as_values(graph, constraints, costs, members)
-    try:
-        cut = solve(values)
-    except Contradiction as contradiction:
-        raise InfeasibleCut(_explain(graph, constraints, members.bases, contradiction)) from None
-    saved = tuple(i for i, choice in zip(members.bases, cut.choices, strict=True) if choice is Choice.SAVE)
-    plan = Plan(_decisions(graph, constraints, costs, members.bases, cut), num_nodes=len(graph.nodes), key=key)
-    return Chosen(plan, saved)
+def choose_plan(problem: FlowProblem, storages: Storages, budget: Budget | None, key: str) -> Chosen:
+    """Pick the fastest plan that keeps within the budget."""
+    planner = Planner(problem, storages)
+    if budget is None:
+        return write_plan(problem, storages, planner.fastest, key)
+    budget_bytes = budget.resolve(planner)
+    offer = planner.within(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
+    without = planner.without_recompute.peak_bytes
+    return write_plan(problem, storages, offer, key, budget_bytes=budget_bytes, without_recompute_bytes=without)
 
 
-# -------------------------------------------------------------------------------------------------- the flow problem
+def write_plan(
+    problem: FlowProblem,
+    storages: Storages,
+    offer: Offer,
+    key: str,
+    *,
+    budget_bytes: int | None = None,
+    without_recompute_bytes: int | None = None,
+) -> Chosen:
+    """Write down what a schedule does with every value."""
+    graph = problem.graph
+    plan = Plan(
+        decisions=decisions_of(problem, offer.schedule),
+        order=tuple(graph.nodes[i].name for i in offer.schedule.events),
+        peak=_peak(graph, offer.simulation, fuses=any(storages.is_fused)),
+        budget_bytes=budget_bytes,
+        peak_without_recompute_bytes=without_recompute_bytes,
+        planner=offer.planner,
+        graph=describe_graph(graph),
+        key=key,
+    )
+    return Chosen(plan, offer.schedule)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Members:
-    """Which node stands for which value of the flow problem."""
-
-    bases: tuple[int, ...]
-    """Per value, the node that computes it."""
-    value_of: dict[int, int]
-    """Node position to value; nodes that backward has anyway are missing."""
-
-
-def _join_views(graph: JointGraph, constraints: Constraints) -> _Members:
-    bases: list[int] = []
-    value_of: dict[int, int] = {}
-    for i, constraint in enumerate(constraints.of):
-        if constraint is None or constraint.is_free:
-            continue
-        base = _joined_base(graph, constraints, i, constraint)
-        if base is not None and base in value_of:
-            value_of[i] = value_of[base]
-        else:
-            value_of[i] = len(bases)
-            bases.append(i)
-    return _Members(tuple(bases), value_of)
-
-
-def _joined_base(graph: JointGraph, constraints: Constraints, i: int, constraint: Constraint) -> int | None:
-    """The value a view is joined to, if it is a view that nobody constrained."""
-    if not base_is_viewed(graph, i) or i in constraints.saved_by_copy:
-        return None
-    if constraint.no_recompute is not None or constraint.no_save not in (None, Reason.NOT_A_TENSOR):
-        return None
-    base = graph.inputs[i][0]
-    base_constraint = constraints.of[base]
-    if base_constraint is None or base_constraint.no_save not in (None, Reason.NOT_A_TENSOR):
-        return None
-    # The list that `split` returns is not a tensor, but its parts lead through it to the tensor that was split.
-    return base if base_constraint.no_save is None or base_is_viewed(graph, base) else None
-
-
-def _as_values(graph: JointGraph, constraints: Constraints, costs: Costs, members: _Members) -> list[Value]:
-    needed = {members.value_of[i] for i in graph.needed if i in members.value_of}
-    values = []
-    for v, i in enumerate(members.bases):
-        constraint = constraints.of[i]
-        assert constraint is not None
-        inputs = dict.fromkeys(members.value_of[j] for j in graph.inputs[i] if j in members.value_of)
-        values.append(
-            Value(
-                save_price=FORBIDDEN if constraint.no_save else costs.save_ticks[i],
-                recompute_price=FORBIDDEN if constraint.no_recompute else costs.recompute_ticks[i],
-                inputs=tuple(inputs),
-                needed=v in needed,
-            )
-        )
-    return values
-
-
-# -------------------------------------------------------------------------------------------------- reasons
-
-
-def _decisions(
-    graph: JointGraph, constraints: Constraints, costs: Costs, bases: Sequence[int], cut: Cut
-) -> tuple[Decision, ...]:
-    return tuple(
-        _decision(graph, constraints, costs, i, choice)
-        for i, choice in zip(bases, cut.choices, strict=True)
-        if choice is not Choice.UNUSED
+def _peak(graph: JointGraph, simulation: Simulation, *, fuses: bool) -> PredictedPeak:
+    executor = "inductor" if fuses else "node by node"
+    if not simulation.order:
+        return PredictedPeak(0, "", in_forward=True, source="", alive=(), executor=executor)
+    moment = simulation.peak_moment
+    node = graph.nodes[simulation.order[moment]]
+    alive = simulation.alive_at(moment)[:NUM_ALIVE]
+    return PredictedPeak(
+        num_bytes=simulation.peak_bytes,
+        node=node.name,
+        in_forward=moment < simulation.num_forward,
+        source=source_line(node.stack_trace or ""),
+        alive=tuple((graph.nodes[memory.node].name, memory.num_bytes) for memory in alive),
+        executor=executor,
     )
 
 
-def _decision(graph: JointGraph, constraints: Constraints, costs: Costs, i: int, choice: Choice) -> Decision:
-    node = graph.nodes[i]
+def decisions_of(problem: FlowProblem, schedule: Schedule) -> tuple[Decision, ...]:
+    """Say for every value that backward uses what a schedule does with it, and why, in graph order."""
+    repeats = Counter(schedule.events)
+    received = _received_values(problem, schedule)
+    rows = ((v, i) for v, i in enumerate(problem.bases) if v in received or repeats[i])
+    return tuple(_decision(problem, v, v in received, repeats) for v, i in rows)
+
+
+def _received_values(problem: FlowProblem, schedule: Schedule) -> Collection[int]:
+    """Values that forward hands over, also those of which backward reads a view only."""
+    return {problem.value_of[i] for i in schedule.received if i in problem.value_of}
+
+
+def _decision(problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int, int]) -> Decision:
+    i = problem.bases[v]
+    node, costs = problem.graph.nodes[i], problem.costs
     return Decision(
         value=node.name,
         op=str(node.target),
-        action=Action.SAVE if choice is Choice.SAVE else Action.RECOMPUTE,
-        reason=_reason(graph, constraints, i, choice),
+        action=Action.SAVE if is_saved else Action.RECOMPUTE,
+        reason=_reason(problem, v, is_saved),
         num_bytes=costs.num_bytes[i],
         save_seconds=costs.save_ticks[i] / TICKS_PER_SECOND,
         recompute_seconds=costs.recompute_ticks[i] / TICKS_PER_SECOND,
+        num_recomputes=repeats[i],
         source=source_line(node.stack_trace or ""),
         module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
     )
 
 
-def _reason(graph: JointGraph, constraints: Constraints, i: int, choice: Choice) -> Reason:
-    constraint = constraints.of[i]
-    assert constraint is not None
-    if choice is Choice.SAVE:
+def _reason(problem: FlowProblem, v: int, is_saved: bool) -> Reason:
+    i, constraint = problem.bases[v], problem.constraint(v)
+    if is_saved:
         return constraint.no_recompute or Reason.ON_CUT
     if constraint.no_save is not None:
         return constraint.no_save
-    if base_is_viewed(graph, i):
+    if base_is_viewed(problem.graph, i):
         return Reason.VIEW
-    return Reason.BACKWARD_ONLY if graph.roles[i] is Role.EITHER else Reason.OFF_CUT
-
-
-def _explain(graph: JointGraph, constraints: Constraints, bases: Sequence[int], found: Contradiction) -> str:
-    """Say which value is stuck, the two causes, and on whose behalf it is needed."""
-    i = bases[found.value]
-    node, constraint = graph.nodes[i], constraints.of[i]
-    assert constraint is not None and constraint.no_save is not None and constraint.no_recompute is not None
-    lines = [
-        f"`{node.name}` ({node.target}) is needed by backward but may be neither saved nor recomputed:",
-        f"  - not saved: {constraint.no_save.value}",
-        f"  - not recomputed: {constraint.no_recompute.value}",
-    ]
-    if found.chain:
-        lines.append("it is needed to recompute " + ", ".join(f"`{graph.nodes[bases[v]].name}`" for v in found.chain))
-    source = source_line(node.stack_trace or "")
-    if source:
-        lines.append(f"at {source}")
-    lines.append(
-        "Let the policy save this op (or what is computed from it), or take the op out of the checkpointed region."
-    )
-    return "\n".join(lines)
+    return Reason.BACKWARD_ONLY if problem.graph.roles[i] is Role.EITHER else Reason.OFF_CUT

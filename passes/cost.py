@@ -97,15 +97,17 @@ class Costs:
 
     save_ticks: tuple[int, ...]
     recompute_ticks: tuple[int, ...]
+    """What the first recomputation adds: nothing, for what only backward needs."""
     num_bytes: tuple[int, ...]
+    run_ticks: tuple[int, ...]
+    """What each further recomputation adds."""
 
 
 def price(graph: JointGraph, model: CostModel) -> Costs:
     """Price every forward-side value of a graph."""
     asked = _Asked(model)
     rows = [_price_node(node, role, asked) for node, role in zip(graph.nodes, graph.roles, strict=True)]
-    save_ticks, recompute_ticks, num_bytes = zip(*rows, strict=True) if rows else ((), (), ())
-    return Costs(save_ticks, recompute_ticks, num_bytes)
+    return Costs(*zip(*rows, strict=True)) if rows else Costs((), (), (), ())
 
 
 class _Asked:
@@ -131,19 +133,20 @@ def _checked(seconds: float, call: OpCall) -> float:
     return seconds
 
 
-def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int]:
-    """Ticks to save, ticks to recompute, bytes."""
+def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int, int]:
+    """Ticks to save, ticks to recompute, bytes, ticks to run."""
     if role not in (Role.INPUT, Role.FORWARD, Role.EITHER):
-        return 0, 0, 0
-    num_bytes = save_ticks = recompute_ticks = 0
+        return 0, 0, 0, 0
+    num_bytes = save_ticks = run_ticks = 0
     tensor = tensor_of(node)
     if tensor is not None:
         num_bytes = hint_of(tensor.numel()) * tensor.element_size()
         save_ticks = max(1, ticks(asked.model.save_seconds(num_bytes, tensor.device.type)))
+    if node.op == "call_function":
+        run_ticks = ticks(asked.recompute_seconds(node))
     # What only backward needs is computed once, wherever it runs: running it there adds nothing.
-    if role is Role.FORWARD and node.op == "call_function":
-        recompute_ticks = ticks(asked.recompute_seconds(node))
-    return save_ticks, recompute_ticks, num_bytes
+    recompute_ticks = run_ticks if role is Role.FORWARD else 0
+    return save_ticks, recompute_ticks, num_bytes, run_ticks
 
 
 def ticks(seconds: float) -> int:
@@ -160,6 +163,8 @@ class Roofline:
 
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """By device type; others get DEFAULT_MACHINE."""
+    fuses: bool = True
+    """What runs the graph fuses ops; if not, each of them reads and writes memory."""
 
     def machine(self, device: str) -> Machine:
         """The constants of a device."""
@@ -168,9 +173,10 @@ class Roofline:
     def recompute_seconds(self, call: OpCall) -> float:
         """What one more run of the call inside backward adds to the step."""
         machine = self.machine(call.device)
-        if call.facts.kind in ARITHMETIC:
-            return _fused_seconds(call, machine)
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
+        if call.facts.kind in ARITHMETIC:
+            arithmetic = _fused_seconds(call, machine)
+            return arithmetic if self.fuses or call.facts.kind is Kind.FREE else arithmetic + memory
         if call.facts.kind is Kind.REDUCTION:
             return memory
         compute = _compute_seconds(call, machine)
@@ -182,7 +188,7 @@ class Roofline:
 
     def cache_key(self) -> str:
         """The machine constants; the others change only with remat's version."""
-        return f"{type(self).__name__} {sorted(self.machines.items())}"
+        return f"{type(self).__name__} {sorted(self.machines.items())} {self.fuses}"
 
 
 @dataclass(frozen=True, slots=True)

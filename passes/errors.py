@@ -15,5 +15,13 @@ class InfeasibleCut(RematError):
     """Backward needs a value that may be neither saved nor recomputed."""
 
 
+class InfeasibleBudget(RematError):
+    """No plan that was found keeps the activation peak within the budget."""
+
+
+class PlanMismatch(RematError):
+    """A stored plan was made for another graph."""
+
+
 class VerificationError(RematError):
     """A plan or an extracted graph breaks the rules it was made under; it is refused instead of being run."""

@@ -61,8 +61,7 @@ class Extracted:
 
 def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> Extracted:
     """Write forward and backward as graphs of their own."""
-    replayed = {i for i in schedule.events if _is_replayed(graph, i)}
-    forward, env, states = _forward_half(graph, schedule, replayed)
+    forward, env, states = _forward_half(graph, schedule)
     handed = _hand_over(graph, constraints, schedule, forward, env, states)
     _add_output(forward, graph, env, handed)
     backward = _backward_half(graph, schedule, handed)
@@ -73,19 +72,11 @@ def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> 
     )
 
 
-def _is_replayed(graph: JointGraph, i: int) -> bool:
-    op = graph.facts[i]
-    return graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
-
-
 # -------------------------------------------------------------------------------------------------- forward
 
 
-def _forward_half(
-    graph: JointGraph, schedule: Schedule, replayed: set[int]
-) -> tuple[fx.Graph, dict[int, fx.Node], dict[int, fx.Node]]:
+def _forward_half(graph: JointGraph, schedule: Schedule) -> tuple[fx.Graph, dict[int, fx.Node], dict[int, fx.Node]]:
     """Copy what forward runs; return it with the new node and the generator state of each old position."""
-    wanted = _wanted_in_forward(graph, schedule, replayed)
     forward = fx.Graph()
     env: dict[int, fx.Node] = {}
     states: dict[int, fx.Node] = {}
@@ -95,28 +86,13 @@ def _forward_half(
 
     for i in forward_inputs(graph):
         env[i] = forward.node_copy(graph.nodes[i], lookup)
-    for i, node in enumerate(graph.nodes):
-        if i in wanted and i not in env:
-            if i in replayed:
-                states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
-            else:
-                env[i] = forward.node_copy(node, lookup)
+    for i in schedule.forward:
+        node = graph.nodes[i]
+        if i in schedule.replayed:
+            states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
+        else:
+            env[i] = forward.node_copy(node, lookup)
     return forward, env, states
-
-
-def _wanted_in_forward(graph: JointGraph, schedule: Schedule, replayed: set[int]) -> set[int]:
-    """Forward's own nodes, plus what only backward needs but forward computes and saves."""
-    wanted = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
-    stack = [*schedule.received, *replayed]
-    while stack:
-        i = stack.pop()
-        if i not in wanted and graph.roles[i] in (Role.EITHER, Role.CONSTANT):
-            wanted.add(i)
-            stack.extend(graph.inputs[i])
-    for i in sorted(wanted):
-        wanted.update(j for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT)
-    wanted.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
-    return wanted
 
 
 def _add_output(forward: fx.Graph, graph: JointGraph, env: dict[int, fx.Node], handed: Sequence[_Handed]) -> None:
@@ -171,7 +147,7 @@ def _hand_over(
         node = graph.nodes[i]
         if node.op == "get_attr" or is_backward_state(node):
             continue
-        kept = _copied(forward, env[i]) if i in constraints.saved_by_copy else env[i]
+        kept = _copied(forward, env[i]) if i in schedule.copied else env[i]
         handed.append(_Handed(kept, _kind_of(node), i))
     handed += [_Handed(state, _Kind.CHECKED, None, state_of=i) for i, state in states.items()]
     targets = _write_targets(graph, schedule) & constraints.saved_by_copy

@@ -377,3 +377,26 @@ def _attribute(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name)
     return module
+
+
+# -------------------------------------------------------------------------------------------------- text
+
+
+def describe_graph(graph: JointGraph) -> tuple[str, ...]:
+    """A joint graph as text, a line per node: name, op, what it reads, what it returns."""
+    return tuple(_describe_node(node) for node in graph.nodes)
+
+
+def _describe_node(node: fx.Node) -> str:
+    read = ", ".join([a.name for a in node.all_input_nodes])
+    target = node.op if node.op == "placeholder" else str(node.target)
+    return f"{node.name} = {target}({read}) {_describe_value(node.meta.get('val'))}"
+
+
+def _describe_value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_describe_value(v) for v in value) + ")"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or shape is None:
+        return type(value).__name__
+    return f"{str(dtype).removeprefix('torch.')}{[str(s) for s in shape]}".replace("'", "")

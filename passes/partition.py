@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
+from .budget import Budget
 from .choose import choose_plan
 from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
+from .flow import FlowProblem
 from .joint_graph import JointGraph
 from .plan import Plan
-from .schedule import schedule_backward
+from .storage import find_storages
+from .stored import apply_plan
 from .verify import verify_extracted, verify_schedule
 
 
@@ -25,14 +29,32 @@ class Partitioned:
     plan: Plan
 
 
-def partition(joint: fx.GraphModule, *, num_fwd_outputs: int, cost_model: CostModel, key: str = "") -> Partitioned:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is to be made for."""
+
+    cost_model: CostModel
+    budget: Budget | None = None
+    fuses: bool = False
+    """What will run the graphs fuses ops."""
+    stored: Sequence[Plan] = ()
+    """Plans made earlier, one of which is to be applied; empty to plan afresh."""
+    key: str = ""
+    """Everything that the plan depends on beside its graph."""
+
+
+def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph)
-    costs = price(graph, cost_model)
-    chosen = choose_plan(graph, constraints, costs, key)
-    schedule = schedule_backward(graph, constraints, chosen.saved)
-    verify_schedule(graph, constraints, schedule)
-    extracted = extract(graph, constraints, schedule)
+    costs = price(graph, request.cost_model)
+    problem = FlowProblem.build(graph, constraints, costs)
+    storages = find_storages(graph, fuses=request.fuses)
+    if request.stored:
+        chosen = apply_plan(problem, request.stored)
+    else:
+        chosen = choose_plan(problem, storages, request.budget, request.key)
+    verify_schedule(graph, constraints, chosen.schedule)
+    extracted = extract(graph, constraints, chosen.schedule)
     verify_extracted(graph, extracted)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)

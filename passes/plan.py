@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from .constraints import Reason
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON form; a reader refuses what it does not know."""
 
 
@@ -34,7 +36,9 @@ class Decision:
     save_seconds: float
     """What keeping it adds to the step, as far as the cost model knows."""
     recompute_seconds: float
-    """What running it again in backward adds to the step."""
+    """What running it again in backward adds to the step, each time."""
+    num_recomputes: int
+    """How often backward runs it."""
     source: str
     """The line of the user's program, `file:line`; empty if it is not known."""
     module: str
@@ -42,14 +46,44 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedPeak:
+    """The largest sum of live bytes that simulating the plan finds."""
+
+    num_bytes: int
+    node: str
+    """The op that runs at that moment."""
+    in_forward: bool
+    source: str
+    """The line of the user's program that the op comes from; empty if it is not known."""
+    alive: tuple[tuple[str, int], ...]
+    """The largest values alive there, with their bytes."""
+    executor: str
+    """For whom: "inductor" fuses ops, "node by node" does not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions of one joint graph, in graph order."""
+    """All decisions of one joint graph, in graph order, and the order of backward."""
 
     decisions: tuple[Decision, ...]
-    num_nodes: int
-    """Nodes of the joint graph that the plan was made for."""
+    order: tuple[str, ...]
+    """What backward runs, by name; a forward node's name means: recompute it here."""
+    peak: PredictedPeak
+    budget_bytes: int | None
+    """The bound on the peak that the plan was made for."""
+    peak_without_recompute_bytes: int | None
+    """The predicted peak if everything that backward reads were kept; None if nobody asked."""
+    planner: str
+    """Which planner proposed it."""
+    graph: tuple[str, ...]
+    """The joint graph that it was made for, a line per node."""
     key: str
     """Options and versions under which it was made."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the joint graph that the plan was made for."""
+        return len(self.graph)
 
     @property
     def saved(self) -> tuple[Decision, ...]:
@@ -59,7 +93,7 @@ class Plan:
     @property
     def recomputed(self) -> tuple[Decision, ...]:
         """The values that are computed again."""
-        return tuple(d for d in self.decisions if d.action is Action.RECOMPUTE)
+        return tuple(d for d in self.decisions if d.num_recomputes)
 
     @property
     def saved_bytes(self) -> int:
@@ -69,39 +103,60 @@ class Plan:
     @property
     def recompute_seconds(self) -> float:
         """What all recomputation adds to the step, as far as the cost model knows."""
-        return sum(d.recompute_seconds for d in self.recomputed)
+        return sum(d.num_recomputes * d.recompute_seconds for d in self.decisions)
 
     def to_json(self) -> str:
         """The plan as JSON text, one decision a line, fit for diffs."""
-        rows = ",\n    ".join(json.dumps(_decision_to_dict(d)) for d in self.decisions)
-        return (
-            f'{{\n  "format": {FORMAT},\n  "key": {json.dumps(self.key)},\n  "num_nodes": {self.num_nodes},\n'
-            f'  "decisions": [\n    {rows}\n  ]\n}}\n'
-        )
+        data = {"format": FORMAT, **asdict(self), "decisions": [_decision_to_dict(d) for d in self.decisions]}
+        fields = (f"  {json.dumps(name)}: {_json_rows(value)}" for name, value in data.items())
+        return "{\n" + ",\n".join(fields) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read what `to_json` wrote."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no plan: {error}") from error
         if not isinstance(data, dict) or "format" not in data:
             raise ValueError("this is no plan: a plan is a JSON object that says its format")
-        if data["format"] != FORMAT:
-            raise ValueError(f"this plan has format {data['format']!r}; this version of remat reads format {FORMAT}")
+        if data.pop("format") != FORMAT:
+            raise ValueError(
+                f"this plan has format {json.loads(text)['format']!r}; this version of remat reads format {FORMAT}"
+            )
         try:
-            decisions = tuple(_decision_from_dict(d) for d in data["decisions"])
-            return Plan(decisions, num_nodes=data["num_nodes"], key=data["key"])
-        except (KeyError, TypeError) as error:
+            return _plan_from_dict(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"this plan is damaged: {error}") from error
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; a file that is there already is replaced as a whole."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote."""
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
     def summary(self, top: int = 10) -> str:
-        """A dozen lines for a terminal: totals, then the largest saved values."""
+        """A dozen lines for a terminal: totals, the peak, then the largest saved values."""
         largest = sorted(self.saved, key=lambda d: -d.num_bytes)[:top]
+        where = f"{'forward' if self.peak.in_forward else 'backward'}, {self.peak.node}  {self.peak.source}".rstrip()
         lines = [
             f"joint graph of {self.num_nodes} nodes: backward needs {len(self.decisions)} forward values",
             f"  saved       {len(self.saved):6}  {mebibytes(self.saved_bytes)}",
             f"  recomputed  {len(self.recomputed):6}  {mebibytes(sum(d.num_bytes for d in self.recomputed))}"
             f"  for {1e3 * self.recompute_seconds:.2f} ms (estimated)",
+            f"  peak                {mebibytes(self.peak.num_bytes)}  predicted for {self.peak.executor}; {where}",
         ]
+        if self.budget_bytes is not None:
+            lines.append(f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}")
         if largest:
             lines.append("largest saved values:")
             width = max(len(d.value) for d in largest)
@@ -119,12 +174,32 @@ def mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:9.2f} MiB"
 
 
+def _json_rows(value: Any) -> str:
+    """JSON text of one field; long lists have a line per item."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return json.dumps(value)
+    return "[\n    " + ",\n    ".join(json.dumps(item) for item in value) + "\n  ]"
+
+
 def _decision_to_dict(decision: Decision) -> dict[str, Any]:
     return {**asdict(decision), "action": decision.action.name, "reason": decision.reason.name}
 
 
 def _decision_from_dict(data: dict[str, Any]) -> Decision:
     return Decision(**{**data, "action": Action[data["action"]], "reason": Reason[data["reason"]]})
+
+
+def _plan_from_dict(data: dict[str, Any]) -> Plan:
+    peak = {**data["peak"], "alive": tuple((str(name), int(size)) for name, size in data["peak"]["alive"])}
+    return Plan(
+        **{
+            **data,
+            "decisions": tuple(_decision_from_dict(d) for d in data["decisions"]),
+            "order": tuple(data["order"]),
+            "graph": tuple(data["graph"]),
+            "peak": PredictedPeak(**peak),
+        }
+    )
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

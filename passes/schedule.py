@@ -1,8 +1,12 @@
-"""The order of backward: its own nodes as traced, and each recomputation just before its first reader."""
+"""The order of backward: its own nodes as traced, and each recomputation just before its first reader.
+
+A value may be recomputed several times. A reader reads the latest copy, so an order of node positions says it all:
+a forward-side position means "recompute it here", and the copy lives to its last reader before the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -13,43 +17,84 @@ from .joint_graph import FORWARD_SIDE, JointGraph, Role
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What backward runs, in order, and what it receives from forward."""
+    """What forward and backward run, in order, and what backward receives from forward."""
 
+    forward: tuple[int, ...]
+    """Node positions that forward runs, in graph order; inputs are not among them."""
     events: tuple[int, ...]
     """Node positions; a forward-side position means: recompute it here."""
     received: tuple[int, ...]
     """Forward-side values that backward reads without recomputing them, in graph order."""
+    replayed: frozenset[int]
+    """Random ops that backward repeats: forward keeps their generator's state."""
+    copied: frozenset[int]
+    """Values received as copies, because forward overwrites their memory."""
 
 
 def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequence[int]) -> Schedule:
-    """Place every recomputation as late as its first reader allows."""
-    available = set(saved)
-    given = {i for i, c in enumerate(constraints.of) if c is not None and c.is_free}
-    available |= given | {i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT}
-    received: set[int] = set()
-    events: list[int] = []
-    for root in _roots(graph):
+    """Place every recomputation as late as its first reader allows, and keep its result to its last one."""
+    writer = ScheduleWriter(graph, constraints, saved)
+    for root in roots(graph):
+        writer.run(root)
+    return writer.finish()
+
+
+class ScheduleWriter:
+    """Writes backward's order node by node; what a node lacks is recomputed just before it."""
+
+    def __init__(self, graph: JointGraph, constraints: Constraints, saved: Iterable[int]) -> None:
+        self.graph, self.constraints = graph, constraints
+        given = (i for i, c in enumerate(constraints.of) if c is not None and c.is_free)
+        self.from_forward = {*saved, *given}
+        """Values of which the latest version is forward's."""
+        tangents = (i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
+        self.available = {*self.from_forward, *tangents}
+        self.events: list[int] = []
+        self.received: set[int] = set()
+
+    def run(self, root: int) -> None:
+        """Make a value available, recomputing what it is computed from as needed."""
         stack = [root]
+        inputs, available = self.graph.inputs, self.available
         while stack:
             i = stack[-1]
             if i in available:
                 stack.pop()
                 continue
-            missing = [j for j in reversed(graph.inputs[i]) if j not in available]
+            missing = [j for j in reversed(inputs[i]) if j not in available]
             if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
-            available.add(i)
-            events.append(i)
-            received.update(j for j in graph.inputs[i] if graph.roles[j] in FORWARD_SIDE)
-        if graph.roles[root] in FORWARD_SIDE:
-            received.add(root)
-    received -= set(events)
-    return Schedule(tuple(events), tuple(sorted(received)))
+            self._write(i)
+        if root in self.from_forward and self.graph.roles[root] in FORWARD_SIDE:
+            self.received.add(root)
+
+    def _write(self, i: int) -> None:
+        self.received.update(j for j in self.graph.inputs[i] if j in self.from_forward)
+        self.from_forward.discard(i)
+        self.available.add(i)
+        self.events.append(i)
+
+    def drop(self, values: Iterable[int]) -> None:
+        """Forget values: whoever wants one from here on recomputes it."""
+        self.available.difference_update(values)
+
+    def finish(self) -> Schedule:
+        """Complete the schedule: what must forward run and hand over for this?"""
+        events = tuple(self.events)
+        replayed = frozenset(i for i in events if _is_random(self.graph, i))
+        received = tuple(sorted(self.received))
+        return Schedule(
+            forward=_forward(self.graph, received, replayed),
+            events=events,
+            received=received,
+            replayed=replayed,
+            copied=frozenset(self.received & self.constraints.saved_by_copy),
+        )
 
 
-def _roots(graph: JointGraph) -> list[int]:
+def roots(graph: JointGraph) -> list[int]:
     """What backward computes, in order. Its closing writes come last: what they overwrite may still be read."""
     body, writes = split_closing_writes(graph)
     sources = [j for i in writes for j in graph.inputs[i]]
@@ -60,3 +105,23 @@ def _forward_values_returned(graph: JointGraph) -> list[int]:
     """Gradients that are forward values themselves, such as the gradient of a sum."""
     returned = [graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)]
     return [i for i in returned if graph.roles[i] is not Role.BACKWARD]
+
+
+def _is_random(graph: JointGraph, i: int) -> bool:
+    op = graph.facts[i]
+    return graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+
+
+def _forward(graph: JointGraph, received: Sequence[int], replayed: frozenset[int]) -> tuple[int, ...]:
+    """Forward's own nodes, plus what only backward needs but forward computes and saves."""
+    wanted = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
+    stack = [*received, *replayed]
+    while stack:
+        i = stack.pop()
+        if i not in wanted and graph.roles[i] in (Role.EITHER, Role.CONSTANT):
+            wanted.add(i)
+            stack.extend(graph.inputs[i])
+    for i in sorted(wanted):
+        wanted.update(j for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT)
+    wanted.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
+    return tuple(sorted(i for i in wanted if graph.nodes[i].op != "placeholder"))

@@ -11,8 +11,11 @@ from typing import Any, get_origin
 
 import torch.fx as fx
 
+from .memory_budget import parse_budget
+from .passes.budget import Budget
 from .passes.errors import OptionError
 from .passes.op_call import OpCall
+from .passes.plan import Plan
 from .passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
 
 Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -30,6 +33,10 @@ class Options:
     """What compiles the two graphs."""
     cost_model: str | CostFunction = "roofline"
     """How recomputation is priced."""
+    budget: Budget | None = None
+    """A bound on the activation peak."""
+    plans: tuple[Plan, ...] = ()
+    """Plans made earlier that are to be applied."""
     dump: str | None = None
     """A folder that gets every graph's plan."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -43,19 +50,27 @@ class Options:
         own = Options.parse_own({name: given.pop(name) for name in PLAN_OPTIONS if name in given})
         return replace(own, inner=inner, inductor={**_mode(mode, inner), **_inductor(given, inner)})
 
+    @property
+    def fuses(self) -> bool:
+        """What runs the graphs fuses ops."""
+        return self.inner == "inductor"
+
     @staticmethod
     def parse_own(options: Mapping[str, Any]) -> Options:
-        """Check the options that a partition function takes: all but what chooses and sets the inner compiler."""
+        """Check the options that a partition function takes: all but the inner compiler's."""
         given = _checked_names(options)
         cost_model = _cost_model(given.pop("cost_model", "roofline"))
         dump = _dump(given.pop("dump", None))
-        _memory_budget(given.pop("memory_budget", None))
+        budget = parse_budget(given.pop("memory_budget", None), given.pop("on_infeasible", "error"))
+        plans = _plans(given.pop("plan", None))
+        if plans and budget is not None:
+            raise OptionError("plan and memory_budget: a stored plan has its own peak; give one or the other")
         for name in given:
             raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
-        return Options(cost_model=cost_model, dump=dump)
+        return Options(cost_model=cost_model, budget=budget, plans=plans, dump=dump)
 
 
-PLAN_OPTIONS = ("memory_budget", "cost_model", "dump")
+PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "dump")
 OWN_OPTIONS = ("inner", *PLAN_OPTIONS)
 
 
@@ -99,12 +114,25 @@ def _dump(value: Any) -> str | None:
     return str(folder)
 
 
-def _memory_budget(value: Any) -> None:
-    if value is not None:
+def _plans(value: Any) -> tuple[Plan, ...]:
+    """Stored plans: one, or several for a model that is compiled in several graphs."""
+    if value is None:
+        return ()
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_plan(item) for item in items)
+
+
+def _plan(value: Any) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, (str, os.PathLike)):
         raise OptionError(
-            f"memory_budget={value!r}: this version plans for speed only; leave it out, or say None.\n"
-            "Budgets on the activation peak are not implemented yet."
+            f"plan={value!r}: expected a Plan, the path of a plan that Plan.save wrote, or a list of them"
         )
+    try:
+        return Plan.load(value)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"plan={os.fspath(value)!r} cannot be read: {error}") from error
 
 
 def _mode(mode: Any, inner: Inner) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 import torch.fx as fx
 
 from . import calibration
-from .options import Options
+from .options import INNERS, Options
 from .passes.cost import Callback, CostModel, Flops, Roofline
-from .passes.partition import partition
+from .passes.errors import OptionError
+from .passes.partition import Request, partition
 from .passes.plan import Plan
 from .passes.torch_private import CustomPartitionerFn
 from .version import __version__
@@ -30,8 +32,15 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.cost_model = cost_model_of(options)
-        self.plan_key = _plan_key(self.cost_model)
+        cost_model = cost_model_of(options)
+        self.plan_key = _plan_key(options, cost_model)
+        self.request = Request(
+            cost_model=cost_model,
+            budget=options.budget,
+            fuses=options.fuses,
+            stored=options.plans,
+            key=self.plan_key,
+        )
         # A dump must be written each time, so what asks for one never hits a cache.
         self._cache_key = self.plan_key if options.dump is None else f"{self.plan_key}-{uuid.uuid4().hex}"
 
@@ -45,7 +54,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
         with _paused_collector():
-            split = partition(gm, num_fwd_outputs=num_fwd_outputs, cost_model=self.cost_model, key=self.plan_key)
+            split = partition(gm, self.request, num_fwd_outputs=num_fwd_outputs)
         if self.options.dump is not None:
             dump(split.plan, Path(self.options.dump))
         return split.forward, split.backward
@@ -71,31 +80,36 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def partitioner(**options: Any) -> Partitioner:
+def partitioner(*, inner: str = "inductor", **options: Any) -> Partitioner:
     """Make a partition function for `aot_autograd(partition_fn=...)` or inductor's `custom_partitioner_fn`.
 
-    Takes remat's own options; what compiles the graphs is the caller's business, so `inner` and inductor's options
-    are not accepted.
+    Takes remat's own options; what compiles the graphs is the caller's business, so inductor's options are not
+    accepted. `inner` says what that is, since costs and peaks depend on it: "inductor" fuses ops, "aot_eager" stands
+    for everything that runs the graph node by node.
     """
-    return Partitioner(Options.parse_own(options))
+    if inner not in INNERS:
+        raise OptionError(f"inner={inner!r}: expected 'inductor' or 'aot_eager'")
+    return Partitioner(replace(Options.parse_own(options), inner=inner))
 
 
 def cost_model_of(options: Options) -> CostModel:
     """Build the cost model that the options ask for."""
     machines = calibration.machines()
     if callable(options.cost_model):
-        return Callback(machines, function=options.cost_model)
+        return Callback(machines, options.fuses, function=options.cost_model)
     models: Mapping[str, Callable[..., CostModel]] = {
         "roofline": Roofline,
         "flops": Flops,
         "profile": calibration.Profile,
     }
-    return models[options.cost_model](machines)
+    return models[options.cost_model](machines, options.fuses)
 
 
-def _plan_key(cost_model: CostModel) -> str:
+def _plan_key(options: Options, cost_model: CostModel) -> str:
     """Everything a plan depends on beside its graph."""
-    text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()}"
+    stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
+    asked = f"{options.budget} {options.fuses} {stored}"
+    text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 

@@ -77,7 +77,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "networkx", "scipy"
 
 # --- options -----------------------------------------------------------------------------------------------------
 
-OWN = "'inner', 'memory_budget', 'cost_model' or 'dump'"
+OWN = "'inner', 'memory_budget', 'on_infeasible', 'cost_model', 'plan' or 'dump'"
 
 WRONG_OPTIONS = [
     (
@@ -139,8 +139,10 @@ def test_options_that_are_no_dictionary_are_refused() -> None:
 
 def test_partitioner_refuses_what_belongs_to_the_backend() -> None:
     with pytest.raises(OptionError) as caught:
-        remat.partitioner(inner="aot_eager")
-    assert str(caught.value) == "unknown option 'inner': a partitioner has 'memory_budget', 'cost_model' or 'dump'"
+        remat.partitioner(max_autotune=True)
+    assert str(caught.value) == (
+        "unknown option 'max_autotune': a partitioner has 'memory_budget', 'on_infeasible', 'cost_model', 'plan' or 'dump'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from joints import capture, named
 from remat.passes.constraints import Constraint, Reason
 from remat.passes.cost import Callback
 from remat.passes.errors import InfeasibleCut
-from remat.passes.partition import partition
+from remat.passes.partition import Request, partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
@@ -126,7 +126,7 @@ def test_contradiction_names_the_value_and_both_causes() -> None:
 
     joint = capture(step, tensor(3))
     with pytest.raises(InfeasibleCut) as caught:
-        partition(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost_model=Callback(function=lambda call: 0.0))
+        partition(joint.module, Request(Callback(function=lambda call: 0.0)), num_fwd_outputs=joint.num_fwd_outputs)
     text = str(caught.value)
     assert "is needed by backward but may be neither saved nor recomputed" in text
     assert f"  - not recomputed: {Reason.EFFECTFUL.value}" in text

@@ -13,9 +13,9 @@ from remat.passes.constraints import find_constraints
 from remat.passes.cost import Callback
 from remat.passes.errors import VerificationError
 from remat.passes.extract import COPY_TAG, extract
-from remat.passes.partition import Partitioned, partition
+from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plan import Action, Plan
-from remat.passes.schedule import Schedule, schedule_backward
+from remat.passes.schedule import schedule_backward
 from remat.passes.verify import verify_extracted, verify_schedule
 
 FREE = Callback(function=lambda call: 0.0)
@@ -33,7 +33,7 @@ def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def split(joint: Joint, cost_model: Callback) -> Partitioned:
-    return partition(joint.module, num_fwd_outputs=joint.num_fwd_outputs, cost_model=cost_model)
+    return partition(joint.module, Request(cost_model), num_fwd_outputs=joint.num_fwd_outputs)
 
 
 def count(module: fx.GraphModule, op: str) -> int:
@@ -123,12 +123,12 @@ def test_plan_survives_json() -> None:
 
 
 def test_plan_of_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 1"):
+    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 2"):
         Plan.from_json('{"format": 99}')
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"format": 1}', '{"format": 1, "decisions": [{}], "num_nodes": 1, "key": ""}']
+    "text", ["[]", "{}", '{"format": 2}', '{"format": 2, "decisions": [{}], "key": ""}']
 )
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"this is no plan|this plan is damaged"):
@@ -138,7 +138,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 def test_more_forward_outputs_than_outputs_are_refused() -> None:
     joint = capture(layers, tensor(4, 8), tensor(8, 8))
     with pytest.raises(ValueError, match=r"num_fwd_outputs=9, but the joint graph has 3 outputs"):
-        partition(joint.module, num_fwd_outputs=9, cost_model=FREE)
+        partition(joint.module, Request(FREE), num_fwd_outputs=9)
 
 
 def test_decision_has_source_and_module() -> None:
@@ -168,7 +168,7 @@ def test_sound_schedule_passes(planned) -> None:
 
 def test_node_before_its_input_is_refused(planned) -> None:
     graph, constraints, schedule = planned
-    broken = Schedule(schedule.events[::-1], schedule.received)
+    broken = dataclasses.replace(schedule, events=schedule.events[::-1])
     with pytest.raises(VerificationError, match=r"runs in backward before .*, which it reads"):
         verify_schedule(graph, constraints, broken)
 
@@ -176,7 +176,7 @@ def test_node_before_its_input_is_refused(planned) -> None:
 def test_missing_gradient_is_refused(planned) -> None:
     graph, constraints, schedule = planned
     with pytest.raises(VerificationError, match="backward never computes"):
-        verify_schedule(graph, constraints, Schedule(schedule.events[:-1], schedule.received))
+        verify_schedule(graph, constraints, dataclasses.replace(schedule, events=schedule.events[:-1]))
 
 
 def test_recomputing_what_runs_once_is_refused() -> None:
@@ -190,7 +190,9 @@ def test_recomputing_what_runs_once_is_refused() -> None:
     graph, constraints = capture(step, tensor(3)).constraints()
     schedule = schedule_backward(graph, constraints, [])
     update = named(graph, "copy_")
-    broken = Schedule((update, *schedule.events), (*schedule.received, *graph.inputs[update]))
+    broken = dataclasses.replace(
+        schedule, events=(update, *schedule.events), received=(*schedule.received, *graph.inputs[update])
+    )
     with pytest.raises(VerificationError, match="is recomputed although it may not be: writes to one of its arguments"):
         verify_schedule(graph, constraints, broken)
 

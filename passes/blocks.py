@@ -1,0 +1,168 @@
+"""Cut the forward order at its narrow points into a chain of blocks.
+
+After every forward node some values are still to be read by later ones: they cross. Where few bytes cross, all that
+follows can be computed again from little. Values that cross many points (masks, an encoder's output, the skips of a
+U-Net) are part of every boundary that they cross; whoever holds one boundary has part of the next one already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .flow import FlowProblem
+from .joint_graph import JointGraph, Role
+from .schedule import roots
+
+MAX_BLOCKS = 80
+"""More than these are merged: the planner over blocks takes cubic time."""
+
+UNCROSSABLE = 2**80
+"""Bytes of a value that may not be saved: no block ends where it is still to be read."""
+
+MIN_CONTENT = 1.5
+"""A block whose values are fewer bytes than this times what crosses its end is merged with its neighbour: keeping its
+input and recomputing it would save next to nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A stretch of the forward order, with its part of backward."""
+
+    values: tuple[int, ...]
+    """The values it computes, in order."""
+    crossing: frozenset[int]
+    """The values that exist after it and that later blocks read."""
+    backward: tuple[int, ...]
+    """Backward's nodes, by position, that belong to it."""
+
+
+def find_blocks(problem: FlowProblem) -> tuple[Block, ...]:
+    """Split the forward order where few bytes cross."""
+    ends = _last_forward_use(problem)
+    forward = [v for v, i in enumerate(problem.bases) if problem.graph.roles[i] is Role.FORWARD]
+    crossing_bytes = _crossing_bytes(problem, forward, ends)
+    cuts = _merge(problem, forward, crossing_bytes, _narrow_points(crossing_bytes))
+    return _blocks(problem, forward, cuts, ends)
+
+
+def _last_forward_use(problem: FlowProblem) -> list[int]:
+    """Per value, the last value of forward that reads it; its own number if none does."""
+    roles, bases = problem.graph.roles, problem.bases
+    last = list(range(len(bases)))
+    for v, inputs in enumerate(problem.inputs):
+        if roles[bases[v]] is Role.FORWARD:
+            for u in inputs:
+                last[u] = max(last[u], v)
+    # The views of a value are joined to it, but what reads them is not: follow every node once more.
+    for i, inputs in enumerate(problem.graph.inputs):
+        reader = problem.value_of.get(i)
+        if reader is not None and roles[i] is Role.FORWARD:
+            for j in inputs:
+                if j in problem.value_of:
+                    last[problem.value_of[j]] = max(last[problem.value_of[j]], reader)
+    return last
+
+
+def _crossing_bytes(problem: FlowProblem, forward: Sequence[int], last: Sequence[int]) -> list[int]:
+    """Per forward value, the bytes that cross the point after it; immense where something crosses that has no copy."""
+    position = {v: k for k, v in enumerate(forward)}
+    changes = [0] * (len(forward) + 1)
+    for k, v in enumerate(forward):
+        end = position.get(last[v], k)
+        if end > k:
+            num_bytes = problem.num_bytes(v) if problem.constraint(v).no_save is None else UNCROSSABLE
+            changes[k] += num_bytes
+            changes[end] -= num_bytes
+    return list(accumulate(changes[:-1]))
+
+
+def _narrow_points(crossing: Sequence[int]) -> list[int]:
+    """Where the crossing bytes are no more than before and fewer than after: the last point of each valley."""
+    points = []
+    falling = True
+    for k in range(len(crossing) - 1):
+        if crossing[k + 1] > crossing[k]:
+            if falling and crossing[k] < UNCROSSABLE:
+                points.append(k)
+            falling = False
+        elif crossing[k + 1] < crossing[k]:
+            falling = True
+    return points
+
+
+def _merge(problem: FlowProblem, forward: Sequence[int], crossing: Sequence[int], points: list[int]) -> list[int]:
+    """Drop boundaries that enclose too little, then the least useful ones until there are few enough."""
+    total = [0, *accumulate(problem.num_bytes(v) for v in forward)]
+
+    def content(start: int, end: int) -> int:
+        return total[end + 1] - total[start + 1]
+
+    kept: list[int] = []
+    for point in points:
+        start = kept[-1] if kept else -1
+        if kept and content(start, point) < MIN_CONTENT * crossing[point]:
+            if crossing[point] < crossing[start]:
+                kept[-1] = point
+            continue
+        kept.append(point)
+    while len(kept) >= MAX_BLOCKS:
+        bounds = [-1, *kept, len(forward) - 1]
+        sizes = [content(bounds[k], bounds[k + 2]) for k in range(len(kept))]
+        del kept[sizes.index(min(sizes))]
+    return kept
+
+
+def _blocks(
+    problem: FlowProblem, forward: Sequence[int], cuts: Sequence[int], last: Sequence[int]
+) -> tuple[Block, ...]:
+    bounds = [*cuts, len(forward) - 1]
+    starts = [0, *(end + 1 for end in cuts)]
+    values = [tuple(forward[start : end + 1]) for start, end in zip(starts, bounds, strict=True)]
+    block_of = {v: k for k, members in enumerate(values) for v in members}
+    crossings: list[frozenset[int]] = []
+    alive: set[int] = set()
+    for k, members in enumerate(values):
+        alive.update(members)
+        alive = {v for v in alive if block_of.get(last[v], k) > k}
+        crossings.append(frozenset(alive))
+    backward = _backward_of_blocks(problem, len(values), block_of, last)
+    return tuple(Block(*row) for row in zip(values, crossings, backward, strict=True))
+
+
+def _backward_of_blocks(
+    problem: FlowProblem, num_blocks: int, block_of: dict[int, int], last: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Give each node of backward to the block that it undoes.
+
+    Backward undoes blocks in reverse order, with stragglers: the gradient of something that many blocks read is
+    computed early, from values of an early block. So a node stands where the latest block is that a node from there on
+    still reads from.
+    """
+    order = roots(problem.graph)
+    nodes: list[list[int]] = [[] for _ in range(num_blocks)]
+    current = 0
+    for root in reversed(order):
+        for v in _forward_values_read(problem.graph, problem, root):
+            block = block_of.get(last[v], 0)
+            # What crosses blocks says nothing about which of them is being undone.
+            if block - block_of.get(v, block) <= 1:
+                current = max(current, block)
+        nodes[current].append(root)
+    return [tuple(reversed(group)) for group in nodes]
+
+
+def _forward_values_read(graph: JointGraph, problem: FlowProblem, root: int) -> list[int]:
+    """The forward values a backward node reads, seen through what only backward computes."""
+    found: list[int] = []
+    stack = list(graph.inputs[root])
+    while stack:
+        j = stack.pop()
+        if j not in problem.value_of:
+            continue
+        if graph.roles[j] is Role.EITHER:
+            stack.extend(graph.inputs[j])
+        else:
+            found.append(problem.value_of[j])
+    return found

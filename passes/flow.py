@@ -1,0 +1,134 @@
+"""The choice as a flow problem: which nodes are one value, what each value's prices are, and what a cut of it saves.
+
+A view costs nothing to make again and keeps its base's storage alive, so no minimum cut can gain from saving it
+instead of its base: views are joined to their bases before the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .constraints import Constraint, Constraints, Reason, base_is_viewed
+from .cost import Costs
+from .errors import InfeasibleCut
+from .joint_graph import JointGraph
+from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
+from .plan import source_line
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlowProblem:
+    """The values of a graph; a value is known by its position here."""
+
+    graph: JointGraph
+    constraints: Constraints
+    costs: Costs
+    bases: tuple[int, ...]
+    """Per value, the node that computes it."""
+    value_of: dict[int, int]
+    """Node position to value; nodes that backward has anyway are missing."""
+    needed: frozenset[int]
+    """Values that backward reads directly."""
+    inputs: tuple[tuple[int, ...], ...]
+    """Per value, the values that computing it reads."""
+
+    @staticmethod
+    def build(graph: JointGraph, constraints: Constraints, costs: Costs) -> FlowProblem:
+        """Join views to their bases."""
+        bases: list[int] = []
+        value_of: dict[int, int] = {}
+        for i, constraint in enumerate(constraints.of):
+            if constraint is None or constraint.is_free:
+                continue
+            base = _joined_base(graph, constraints, i, constraint)
+            if base is not None and base in value_of:
+                value_of[i] = value_of[base]
+            else:
+                value_of[i] = len(bases)
+                bases.append(i)
+        return FlowProblem(
+            graph=graph,
+            constraints=constraints,
+            costs=costs,
+            bases=tuple(bases),
+            value_of=value_of,
+            needed=frozenset(value_of[i] for i in graph.needed if i in value_of),
+            inputs=tuple(tuple(dict.fromkeys(value_of[j] for j in graph.inputs[i] if j in value_of)) for i in bases),
+        )
+
+    def constraint(self, value: int) -> Constraint:
+        """What may be done with a value."""
+        constraint = self.constraints.of[self.bases[value]]
+        assert constraint is not None
+        return constraint
+
+    def num_bytes(self, value: int) -> int:
+        """What keeping a value takes."""
+        return self.costs.num_bytes[self.bases[value]]
+
+    @property
+    def move_ticks_per_byte(self) -> float:
+        """What keeping a byte costs anyway, on average: the unit in which prices per byte are stated."""
+        total_bytes = sum(self.costs.num_bytes)
+        return sum(self.costs.save_ticks) / total_bytes if total_bytes else 0.0
+
+    def cut(self, ticks_per_byte: float = 0.0, kept: Collection[int] = ()) -> Cut:
+        """Find the cheapest legal choice if every kept byte costs extra, but `kept` values are there for nothing."""
+        kept = frozenset(kept)
+        values = [self._value(v, ticks_per_byte, v in kept) for v in range(len(self.bases))]
+        try:
+            return solve(values)
+        except Contradiction as contradiction:
+            raise InfeasibleCut(_explain(self, contradiction)) from None
+
+    def saved(self, cut: Cut) -> tuple[int, ...]:
+        """The nodes whose results a cut saves, in graph order."""
+        return tuple(i for i, choice in zip(self.bases, cut.choices, strict=True) if choice is Choice.SAVE)
+
+    def _value(self, v: int, ticks_per_byte: float, is_kept: bool) -> Value:
+        i, constraint = self.bases[v], self.constraint(v)
+        if is_kept and constraint.no_save is None:
+            return Value(save_price=0, recompute_price=FORBIDDEN, inputs=self.inputs[v], needed=True)
+        extra = round(ticks_per_byte * self.costs.num_bytes[i])
+        return Value(
+            save_price=FORBIDDEN if constraint.no_save else self.costs.save_ticks[i] + extra,
+            recompute_price=FORBIDDEN if constraint.no_recompute else self.costs.recompute_ticks[i],
+            inputs=self.inputs[v],
+            needed=v in self.needed,
+        )
+
+
+def _joined_base(graph: JointGraph, constraints: Constraints, i: int, constraint: Constraint) -> int | None:
+    """The value a view is joined to, if it is a view that nobody constrained."""
+    if not base_is_viewed(graph, i) or i in constraints.saved_by_copy:
+        return None
+    if constraint.no_recompute is not None or constraint.no_save not in (None, Reason.NOT_A_TENSOR):
+        return None
+    base = graph.inputs[i][0]
+    base_constraint = constraints.of[base]
+    if base_constraint is None or base_constraint.no_save not in (None, Reason.NOT_A_TENSOR):
+        return None
+    # The list that `split` returns is not a tensor, but its parts lead through it to the tensor that was split.
+    return base if base_constraint.no_save is None or base_is_viewed(graph, base) else None
+
+
+def _explain(problem: FlowProblem, found: Contradiction) -> str:
+    """Say which value is stuck, the two causes, and on whose behalf it is needed."""
+    graph, bases = problem.graph, problem.bases
+    node, constraint = graph.nodes[bases[found.value]], problem.constraint(found.value)
+    assert constraint.no_save is not None and constraint.no_recompute is not None
+    lines = [
+        f"`{node.name}` ({node.target}) is needed by backward but may be neither saved nor recomputed:",
+        f"  - not saved: {constraint.no_save.value}",
+        f"  - not recomputed: {constraint.no_recompute.value}",
+    ]
+    if found.chain:
+        lines.append("it is needed to recompute " + ", ".join(f"`{graph.nodes[bases[v]].name}`" for v in found.chain))
+    source = source_line(node.stack_trace or "")
+    if source:
+        lines.append(f"at {source}")
+    lines.append(
+        "Let the policy save this op (or what is computed from it), or take the op out of the checkpointed region."
+    )
+    return "\n".join(lines)

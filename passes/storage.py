@@ -1,0 +1,89 @@
+"""Where each node's result lives: in memory of its own, in another node's, or nowhere because a compiler fuses it away.
+
+An executor that runs the graph node by node gives every result memory, except views. A compiler that fuses writes a
+result to memory only if something other than a fused loop reads it: a matrix product, a caller, another graph. What it
+does not write is computed inside its readers' loops, so reading it means reading what it was computed from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .constraints import base_is_viewed
+from .joint_graph import JointGraph, Role
+from .op_call import hint_of
+from .op_facts import Kind
+
+FUSED_KINDS = frozenset(
+    {Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL, Kind.GATHER, Kind.REDUCTION, Kind.FREE}
+)
+"""Ops that a compiler makes part of a loop; all others are kernels of their own, which read and write memory."""
+
+INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION}
+"""Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storages:
+    """What memory each node's result takes, by node position."""
+
+    own_bytes: tuple[tuple[int, ...], ...]
+    """Memory that running the node allocates: one size per tensor it returns, none for a view."""
+    base: tuple[int, ...]
+    """The node whose memory a view shares; -1 for a node with memory of its own."""
+    part: tuple[int, ...]
+    """Which of the base's tensors a `getitem` takes; -1 for all of them."""
+    is_fused: tuple[bool, ...]
+    """Runs inside a loop that a compiler makes; all False for an executor that runs node by node."""
+    is_inlined: tuple[bool, ...]
+    """Has no memory where only fused nodes read it."""
+
+
+def find_storages(graph: JointGraph, *, fuses: bool) -> Storages:
+    """Find the memory of every node's result, as an executor that fuses or does not would give it."""
+    shared = [_shared(graph, i) for i in range(len(graph.nodes))]
+    own_bytes = [() if base >= 0 else _own_bytes(graph, i) for i, (base, _) in enumerate(shared)]
+    kinds = [None if op is None or not fuses else op.kind for op in graph.facts]
+    return Storages(
+        own_bytes=tuple(own_bytes),
+        base=tuple(base for base, _ in shared),
+        part=tuple(part for _, part in shared),
+        is_fused=tuple(kind in FUSED_KINDS for kind in kinds),
+        is_inlined=tuple(kind in INLINED_KINDS and base < 0 for kind, (base, _) in zip(kinds, shared, strict=True)),
+    )
+
+
+def _shared(graph: JointGraph, i: int) -> tuple[int, int]:
+    """The node whose memory this one's result is in, and which part of it; (-1, -1) if it has its own."""
+    node, op = graph.nodes[i], graph.facts[i]
+    if op is None or not graph.inputs[i]:
+        return -1, -1
+    first = graph.inputs[i][0]
+    if op.is_mutating or base_is_viewed(graph, i):
+        return first, -1
+    if node.target is operator.getitem and isinstance(node.args[1], int):
+        return first, node.args[1]
+    return -1, -1
+
+
+def _own_bytes(graph: JointGraph, i: int) -> tuple[int, ...]:
+    if graph.roles[i] in (Role.INPUT, Role.BACKWARD_INPUT, Role.CONSTANT, Role.DEAD):
+        return ()
+    return tuple(bytes_of(leaf) for leaf in _tensors(graph.nodes[i].meta.get("val")))
+
+
+def _tensors(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor's elements; 0 for what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    num_bytes: int = hint_of(value.numel()) * value.element_size()
+    return num_bytes

@@ -1,0 +1,74 @@
+"""What a user may say as `memory_budget`: a fraction, bytes, or text such as "2GiB" or "35%"."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from .passes.budget import Budget
+from .passes.errors import OptionError
+
+UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+
+ALLOWED = (
+    "None (as fast as possible); a float above 0.0 and up to 1.0 (a fraction of the activation peak without "
+    'recompute); an int from 1024 (bytes); or text such as "2GiB", "500MB" or "35%"'
+)
+
+SMALLEST_BYTES = 1024
+"""A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""
+
+_TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>%|[A-Za-z]+)\s*")
+
+
+def parse_budget(value: Any, on_infeasible: Any = "error") -> Budget | None:
+    """Turn what the user said into a budget, or say what is allowed."""
+    if on_infeasible not in ("error", "minimum"):
+        raise OptionError(f"on_infeasible={on_infeasible!r}: expected 'error' or 'minimum'")
+    take_minimum = on_infeasible == "minimum"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        fraction, num_bytes = _from_text(value)
+    elif isinstance(value, float):
+        fraction, num_bytes = _checked_fraction(value, value), None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        fraction, num_bytes = None, _checked_bytes(value, value)
+    else:
+        raise _wrong(value)
+    return Budget(text=repr(value), fraction=fraction, num_bytes=num_bytes, take_minimum=take_minimum)
+
+
+def _from_text(text: str) -> tuple[float | None, int | None]:
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise _wrong(text)
+    number, unit = float(match["number"]), match["unit"]
+    if unit == "%":
+        return _checked_fraction(number / 100, text), None
+    factors = {name.upper(): factor for name, factor in UNITS.items()}
+    if unit.upper() not in factors:
+        raise _wrong(text, f"; units are %, {', '.join(UNITS)}")
+    return None, _checked_bytes(round(number * factors[unit.upper()]), text)
+
+
+def _checked_fraction(fraction: float, value: Any) -> float:
+    if not math.isfinite(fraction) or not 0.0 < fraction <= 1.0:
+        raise _wrong(value)
+    return fraction
+
+
+def _checked_bytes(num_bytes: int, value: Any) -> int:
+    if num_bytes < SMALLEST_BYTES:
+        hint = "; for a fraction write 1.0, for bytes a whole number from 1024" if value == 1 else ""
+        raise _wrong(value, hint)
+    return num_bytes
+
+
+def _wrong(value: Any, hint: str = "") -> OptionError:
+    return OptionError(f"memory_budget={value!r}: expected {ALLOWED}{hint}")
