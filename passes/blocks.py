@@ -32,6 +32,8 @@ class Block:
 
     values: tuple[int, ...]
     """The values it computes, in order."""
+    by_products: tuple[int, ...]
+    """Values computed from them that only backward needs, such as a dropout's mask."""
     crossing: frozenset[int]
     """The values that exist after it and that later blocks read."""
     backward: tuple[int, ...]
@@ -127,28 +129,34 @@ def _blocks(
         alive.update(members)
         alive = {v for v in alive if block_of.get(last[v], k) > k}
         crossings.append(frozenset(alive))
-    backward = _backward_of_blocks(problem, len(values), block_of, last)
-    return tuple(Block(*row) for row in zip(values, crossings, backward, strict=True))
+    backward = _backward_of_blocks(problem, len(values), block_of)
+    by_products = _by_products(problem, len(values), block_of)
+    return tuple(Block(*row) for row in zip(values, by_products, crossings, backward, strict=True))
 
 
-def _backward_of_blocks(
-    problem: FlowProblem, num_blocks: int, block_of: dict[int, int], last: Sequence[int]
-) -> list[tuple[int, ...]]:
+def _by_products(problem: FlowProblem, num_blocks: int, block_of: dict[int, int]) -> list[tuple[int, ...]]:
+    """Give what only backward needs to the last block that it is computed from."""
+    found: list[list[int]] = [[] for _ in range(num_blocks)]
+    of = dict(block_of)
+    for v, inputs in enumerate(problem.inputs):
+        if v not in of:
+            of[v] = max((of[u] for u in inputs), default=0)
+            found[of[v]].append(v)
+    return [tuple(values) for values in found]
+
+
+def _backward_of_blocks(problem: FlowProblem, num_blocks: int, block_of: dict[int, int]) -> list[tuple[int, ...]]:
     """Give each node of backward to the block that it undoes.
 
     Backward undoes blocks in reverse order, with stragglers: the gradient of something that many blocks read is
     computed early, from values of an early block. So a node stands where the latest block is that a node from there on
-    still reads from.
+    still reads a value of.
     """
-    order = roots(problem.graph)
     nodes: list[list[int]] = [[] for _ in range(num_blocks)]
     current = 0
-    for root in reversed(order):
-        for v in _forward_values_read(problem.graph, problem, root):
-            block = block_of.get(last[v], 0)
-            # What crosses blocks says nothing about which of them is being undone.
-            if block - block_of.get(v, block) <= 1:
-                current = max(current, block)
+    for root in reversed(roots(problem.graph)):
+        read = _forward_values_read(problem.graph, problem, root)
+        current = max([current, *(block_of.get(v, 0) for v in read)])
         nodes[current].append(root)
     return [tuple(reversed(group)) for group in nodes]
 

@@ -8,15 +8,16 @@ a plan that is slower than the plain cut where that fits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .chain_planner import PRICES, Chain, ChainProgramme
+from .chain_planner import Chain, ChainProgramme
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .joint_graph import Role
+from .ladder import ladder
 from .plan import source_line
 from .schedule import Schedule, schedule_backward
 from .simulate import Simulation, simulate
@@ -25,9 +26,12 @@ from .storage import Storages
 ROUNDS_TO_MINIMUM = 6
 """How often the grid of the chain planner is refined in search of the lowest peak."""
 
-LEVELS_TRIED = 12
-"""How many of the lowest levels of memory are tried in each round: what the planner believes to be the lowest peak
-need not be the lowest one."""
+LEVELS_TRIED = 8
+"""How many of the lowest levels of memory are tried in each round, and how many of the others: what the planner
+believes to be the lowest peak need not be the lowest one."""
+
+HEADROOM = 1.25
+"""How much more than the budget the chain planner may believe to have: it counts some memory that is free already."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +90,9 @@ class Planner:
     @cached_property
     def fastest(self) -> Offer:
         """The plain cut: the cheapest plan if memory costs nothing."""
-        return self._offer(self._cut(0.0), "cut")
+        problem = self.problem
+        saved = problem.saved(problem.cut())
+        return self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
 
     @cached_property
     def without_recompute(self) -> Offer:
@@ -104,7 +110,7 @@ class Planner:
     @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:
         """The plain cut at rising prices per byte."""
-        return tuple(self._offer(self._cut(multiple), "cut") for multiple in PRICES[1:])
+        return tuple(self._offer(self._keeping(rung.saved), "cut") for rung in ladder(self.problem)[1:])
 
     def within(self, budget_bytes: int) -> Offer | None:
         """The fastest schedule found whose peak fits; None if none does."""
@@ -120,7 +126,7 @@ class Planner:
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
-        programme = ChainProgramme(self.chain, budget_bytes)
+        programme = ChainProgramme(self.chain, int(HEADROOM * budget_bytes))
         levels = programme.feasible_levels
         low, high = 0, len(levels) - 1
         while low <= high:
@@ -138,7 +144,7 @@ class Planner:
         best = min((self.fastest, self.without_recompute, *self.dearer_cuts), key=_by_peak)
         for _ in range(ROUNDS_TO_MINIMUM):
             programme = ChainProgramme(self.chain, best.peak_bytes)
-            levels = programme.feasible_levels[:LEVELS_TRIED]
+            levels = _spread(programme.feasible_levels)
             offers = [self._offer(programme.schedule(level), "chain") for level in levels]
             lower = min((best, *offers), key=_by_peak)
             if lower is best:
@@ -146,14 +152,18 @@ class Planner:
             best = lower
         return best
 
-    def _cut(self, multiple: float) -> Schedule:
+    def _keeping(self, values: Sequence[int]) -> Schedule:
         problem = self.problem
-        saved = problem.saved(problem.cut(multiple * problem.move_ticks_per_byte))
-        return schedule_backward(problem.graph, problem.constraints, saved)
+        return schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in values])
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
         simulation = simulate(self.problem.graph, self.storages, schedule)
         return Offer(schedule, simulation, extra_ticks(self.problem, schedule), planner)
+
+
+def _spread(levels: range) -> list[int]:
+    """The lowest levels, and some from all over the rest."""
+    return sorted({*levels[:LEVELS_TRIED], *levels[:: max(1, len(levels) // LEVELS_TRIED)]})
 
 
 def _by_peak(offer: Offer) -> tuple[int, int]:

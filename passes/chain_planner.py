@@ -25,17 +25,14 @@ import torch
 from .blocks import Block, find_blocks
 from .flow import FlowProblem
 from .joint_graph import Role
+from .ladder import keep_least, ladder
 from .schedule import Schedule, ScheduleWriter, schedule_backward
-from .simulate import simulate
+from .simulate import Simulation, simulate
 from .storage import Storages
 from .torch_private import without_modes
 
 GRID_STEPS = 400
 """Resolution of memory; a budget is this many steps."""
-
-PRICES = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 1e9)
-"""Prices per kept byte at which options are looked for, as multiples of what moving it out and back costs. The last
-one keeps only what cannot be recomputed."""
 
 INFEASIBLE = 1e30
 
@@ -87,9 +84,7 @@ class Chain:
     def _always_saved(self) -> frozenset[int]:
         """What is kept even if all that can be recomputed is: whatever a plan recomputes, it needs no more."""
         problem = self.problem
-        cut = problem.cut(PRICES[-1] * problem.move_ticks_per_byte)
-        saved = (problem.value_of[i] for i in problem.saved(cut))
-        return frozenset(v for v in saved if problem.constraint(v).no_recompute is not None)
+        return frozenset(v for v in keep_least(problem) if problem.constraint(v).no_recompute is not None)
 
     def _forward_ticks(self, block: Block) -> float:
         """What running a block once more takes."""
@@ -104,10 +99,8 @@ class Chain:
     def _options(self) -> list[tuple[Option, ...]]:
         """Cut at rising prices; keep what differs. The last option of a block keeps nothing but boundaries."""
         found: list[dict[frozenset[int], Option]] = [{} for _ in self.blocks]
-        for multiple in PRICES:
-            cut = self.problem.cut(multiple * self.problem.move_ticks_per_byte, self.boundaries)
-            saved = [self.problem.value_of[i] for i in self.problem.saved(cut)]
-            for k, option in enumerate(self._measured(saved)):
+        for rung in ladder(self.problem, self.boundaries):
+            for k, option in enumerate(self._measured(rung.saved)):
                 found[k].setdefault(option.saved, option)
         return [tuple(options.values()) for options in found]
 
@@ -117,18 +110,17 @@ class Chain:
         schedule = schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in saved])
         simulation = simulate(problem.graph, self.storages, schedule)
         block_of = self._block_of_moments(schedule)
-        kept = [frozenset(saved).intersection(block.values) for block in self.blocks]
-        own = [values - self.boundaries - self.always for values in kept]
-        before = [0, *accumulate(self.bytes_of(values) for values in kept)]
-        constant = self.bytes_of(self.always.difference(*kept)) if kept else 0
+        outside = _bytes_of_earlier_blocks(simulation, block_of, self.num_blocks)
         forward, backward = [0] * self.num_blocks, [0] * self.num_blocks
         ticks = [0.0] * self.num_blocks
         for moment, (i, live) in enumerate(zip(simulation.order, simulation.live_bytes, strict=True)):
             k = block_of[moment]
             peaks = forward if moment < simulation.num_forward else backward
-            peaks[k] = max(peaks[k], live - before[k] - constant)
+            peaks[k] = max(peaks[k], live - outside[moment])
             if moment >= simulation.num_forward and problem.graph.roles[i] is Role.FORWARD:
                 ticks[k] += problem.costs.recompute_ticks[i]
+        kept = frozenset(saved) - self.boundaries - self.always
+        own = [kept.intersection((*block.values, *block.by_products)) for block in self.blocks]
         for k, values in enumerate(own):
             ticks[k] += sum(problem.costs.save_ticks[problem.bases[v]] for v in values)
         return [
@@ -153,6 +145,33 @@ class Chain:
                 moments += [k] * pending
                 pending = 0
         return moments + [k] * pending
+
+
+def _bytes_of_earlier_blocks(simulation: Simulation, block_of: Sequence[int], num_blocks: int) -> list[int]:
+    """Per moment, the live bytes that blocks before the one at work have left."""
+    starts = _first_moments(block_of[: simulation.num_forward], range(num_blocks + 1), 0)
+    back = [num_blocks - 1 - k for k in block_of[simulation.num_forward :]]
+    reached = _first_moments(back, range(num_blocks), simulation.num_forward)
+    ends = reached[::-1]
+    """When backward has come as far as each block."""
+    changes = [0] * (len(block_of) + 1)
+    for memory in simulation.memory:
+        if memory.first < simulation.num_forward:
+            k = block_of[memory.first]
+            first, end = max(memory.first, starts[k + 1]), min(memory.last + 1, ends[k])
+            if first < end:
+                changes[first] += memory.num_bytes
+                changes[end] -= memory.num_bytes
+    return list(accumulate(changes[:-1]))
+
+
+def _first_moments(blocks: Sequence[int], wanted: range, offset: int) -> list[int]:
+    """When a run through blocks first is at each of them, or past it."""
+    moments: list[int] = []
+    for moment, k in enumerate(blocks):
+        while len(moments) < len(wanted) and k >= len(moments):
+            moments.append(offset + moment)
+    return moments + [offset + len(blocks)] * (len(wanted) - len(moments))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def write_plan(
     plan = Plan(
         decisions=decisions_of(problem, offer.schedule),
         order=tuple(graph.nodes[i].name for i in offer.schedule.events),
+        phases=offer.schedule.phases,
         peak=_peak(graph, offer.simulation, fuses=any(storages.is_fused)),
         budget_bytes=budget_bytes,
         peak_without_recompute_bytes=without_recompute_bytes,

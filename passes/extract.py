@@ -45,6 +45,9 @@ from .torch_private import (
 COPY_TAG = "remat_copy_of"
 """`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""
 
+PHASE_TAG = "remat_phase"
+"""`node.meta` key of backward's nodes: which stretch of the schedule they belong to."""
+
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """`node.meta` key by which AOTAutograd marks tensors that eager would stash without a version check."""
 
@@ -232,8 +235,10 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
     def lookup_to_write(node: fx.Node) -> fx.Node:
         return targets.get(graph.resolve(node)) or lookup(node)
 
-    for i in schedule.events:
+    phase, boundaries = 0, set(schedule.phases)
+    for number, i in enumerate(schedule.events):
         node, op = graph.nodes[i], graph.facts[i]
+        phase += number in boundaries
         if i in states:
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
         else:
@@ -242,6 +247,7 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
             new.meta[COPY_TAG] = node.name
             new.meta[PARTITIONER_TAG] = "is_backward"
         new.meta["autograd_backward"] = True
+        new.meta[PHASE_TAG] = phase
         env[i] = new
     outputs = [lookup(o) if isinstance(o, fx.Node) else o for o in graph.backward_outputs]
     output = backward.output(tuple(outputs))
@@ -282,3 +288,9 @@ def _arguments(node: fx.Node, lookup: Callable[[fx.Node], fx.Node]) -> tuple[tup
     args: Any = map_arg(node.args, lookup)
     kwargs: Any = map_arg(node.kwargs, lookup)
     return args, kwargs
+
+
+def may_run_together(first: Sequence[fx.Node], second: Sequence[fx.Node]) -> bool:
+    """False if a compiler would undo the schedule by running a recomputed copy in another phase than its own."""
+    phases = {node.meta[PHASE_TAG] for node in (*first, *second) if PHASE_TAG in node.meta}
+    return len(phases) < 2 or not any(COPY_TAG in node.meta for node in (*first, *second))

@@ -68,6 +68,8 @@ class Plan:
     decisions: tuple[Decision, ...]
     order: tuple[str, ...]
     """What backward runs, by name; a forward node's name means: recompute it here."""
+    phases: tuple[int, ...]
+    """Where in the order recomputed values are forgotten, so that compilers do not merge what runs before and after."""
     peak: PredictedPeak
     budget_bytes: int | None
     """The bound on the peak that the plan was made for."""
@@ -196,6 +198,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             **data,
             "decisions": tuple(_decision_from_dict(d) for d in data["decisions"]),
             "order": tuple(data["order"]),
+            "phases": tuple(data["phases"]),
             "graph": tuple(data["graph"]),
             "peak": PredictedPeak(**peak),
         }

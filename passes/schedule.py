@@ -25,6 +25,8 @@ class Schedule:
     """Node positions; a forward-side position means: recompute it here."""
     received: tuple[int, ...]
     """Forward-side values that backward reads without recomputing them, in graph order."""
+    phases: tuple[int, ...]
+    """Where in `events` values were forgotten: what runs on two sides of such a point must not be run together."""
     replayed: frozenset[int]
     """Random ops that backward repeats: forward keeps their generator's state."""
     copied: frozenset[int]
@@ -51,6 +53,7 @@ class ScheduleWriter:
         self.available = {*self.from_forward, *tangents}
         self.events: list[int] = []
         self.received: set[int] = set()
+        self.phases: list[int] = []
 
     def run(self, root: int) -> None:
         """Make a value available, recomputing what it is computed from as needed."""
@@ -70,6 +73,11 @@ class ScheduleWriter:
         if root in self.from_forward and self.graph.roles[root] in FORWARD_SIDE:
             self.received.add(root)
 
+    def run_again(self, i: int) -> None:
+        """Run a node whether or not its result is there already."""
+        self.available.discard(i)
+        self.run(i)
+
     def _write(self, i: int) -> None:
         self.received.update(j for j in self.graph.inputs[i] if j in self.from_forward)
         self.from_forward.discard(i)
@@ -79,6 +87,8 @@ class ScheduleWriter:
     def drop(self, values: Iterable[int]) -> None:
         """Forget values: whoever wants one from here on recomputes it."""
         self.available.difference_update(values)
+        if not self.phases or self.phases[-1] < len(self.events):
+            self.phases.append(len(self.events))
 
     def finish(self) -> Schedule:
         """Complete the schedule: what must forward run and hand over for this?"""
@@ -89,6 +99,7 @@ class ScheduleWriter:
             forward=_forward(self.graph, received, replayed),
             events=events,
             received=received,
+            phases=tuple(self.phases),
             replayed=replayed,
             copied=frozenset(self.received & self.constraints.saved_by_copy),
         )

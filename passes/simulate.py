@@ -19,6 +19,9 @@ from .joint_graph import JointGraph
 from .schedule import Schedule
 from .storage import Storages, bytes_of
 
+GENERATOR_STATE_BYTES = 5056
+"""What the state of a CPU generator takes; that of an accelerator takes less."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
@@ -153,8 +156,9 @@ class _Run:
         return self._simulation()
 
     def _copies(self) -> list[Memory]:
-        """Inputs of which forward keeps a copy: counted all along, few and small as they are."""
-        sizes = ((i, bytes_of(self.graph.nodes[i].meta.get("val"))) for i in sorted(self.schedule.copied))
+        """Copies of inputs and of generators' states that forward keeps: counted all along, small as they are."""
+        sizes = [(i, bytes_of(self.graph.nodes[i].meta.get("val"))) for i in sorted(self.schedule.copied)]
+        sizes += [(i, GENERATOR_STATE_BYTES) for i in sorted(self.schedule.replayed)]
         return [Memory(i, num_bytes, 0, len(self.order) - 1) for i, num_bytes in sizes]
 
     def _result(self, moment: int, i: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.fx as fx
 
@@ -10,7 +11,7 @@ from .choose import Chosen
 from .constraints import Constraints
 from .errors import PlanMismatch
 from .flow import FlowProblem
-from .joint_graph import JointGraph, Role, describe_graph
+from .joint_graph import JointGraph, describe_graph
 from .plan import Plan
 from .schedule import Schedule, ScheduleWriter
 
@@ -34,13 +35,10 @@ def schedule_from(plan: Plan, graph: JointGraph, constraints: Constraints) -> Sc
     saved = [position[d.value] for d in plan.saved if d.value in position]
     writer = ScheduleWriter(graph, constraints, saved)
     for name in plan.order:
-        i = position[name]
-        if graph.roles[i] is not Role.BACKWARD:
-            writer.drop([i])
-        writer.run(i)
+        writer.run_again(position[name])
     for root in (graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)):
         writer.run(root)
-    return writer.finish()
+    return replace(writer.finish(), phases=plan.phases)
 
 
 def _num_common(expected: Sequence[str], actual: Sequence[str]) -> int:

@@ -226,14 +226,45 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]
+    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any], may_fuse: MayFuse
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with inductor under the given settings."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compile a Dynamo graph with inductor under the given settings; `may_fuse` has a say in what it fuses."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.virtualized import V
 
-    compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
+    choices = _choices_with(may_fuse)
+
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        # Inductor reads its setting for this once per thread, so a setting would come too late.
+        with V.set_choices_handler(choices):
+            return compile_fx_inner(*args, **kwargs)
+
+    compiled = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches)
     assert callable(compiled), "inductor returns files only when it compiles ahead of time"
     return compiled
+
+
+MayFuse = Callable[[list[fx.Node], list[fx.Node]], bool]
+"""Given the graph nodes behind two kernels: may they become one?"""
+
+
+def _choices_with(may_fuse: MayFuse) -> Any:
+    """Inductor's heuristics, with a veto on fusing kernels."""
+    from torch._inductor.choices import InductorChoices
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            if not may_fuse(_origins(node1), _origins(node2)):
+                return False
+            return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
+
+    return Choices()
+
+
+def _origins(kernel: Any) -> list[fx.Node]:
+    """The graph nodes that a kernel of inductor's was made from."""
+    return [origin for part in kernel.get_nodes() if part.node is not None for origin in part.node.get_origins()]
 
 
 def aot_compile(

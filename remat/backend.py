@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from .options import Inner, Options
 from .partition_fn import Partitioner
+from .passes.extract import may_run_together
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
 
@@ -23,7 +24,8 @@ def remat(
     parsed = Options.parse(options, mode)
     partitioner = Partitioner(parsed)
     if parsed.inner == "inductor":
-        return inductor_compile(gm, example_inputs, {**parsed.inductor, "custom_partitioner_fn": partitioner})
+        settings = {**parsed.inductor, "custom_partitioner_fn": partitioner}
+        return inductor_compile(gm, example_inputs, settings, may_run_together)
     return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
 
 
