@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from . import rng
 from .constraints import Constraints, written_arguments
+from .fusion import COPY_TAG, MOMENT_TAG, moments_of
 from .joint_graph import (
     PARTITIONER_TAG,
     JointGraph,
@@ -41,12 +42,6 @@ from .torch_private import (
     is_symbol_binding_fx_node,
     symbols_of,
 )
-
-COPY_TAG = "remat_copy_of"
-"""`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""
-
-PHASE_TAG = "remat_phase"
-"""`node.meta` key of backward's nodes: which stretch of the schedule they belong to."""
 
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """`node.meta` key by which AOTAutograd marks tensors that eager would stash without a version check."""
@@ -235,10 +230,8 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
     def lookup_to_write(node: fx.Node) -> fx.Node:
         return targets.get(graph.resolve(node)) or lookup(node)
 
-    phase, boundaries = 0, set(schedule.phases)
-    for number, i in enumerate(schedule.events):
+    for i, moment in zip(schedule.events, moments_of(graph, schedule), strict=True):
         node, op = graph.nodes[i], graph.facts[i]
-        phase += number in boundaries
         if i in states:
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
         else:
@@ -247,7 +240,7 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
             new.meta[COPY_TAG] = node.name
             new.meta[PARTITIONER_TAG] = "is_backward"
         new.meta["autograd_backward"] = True
-        new.meta[PHASE_TAG] = phase
+        new.meta[MOMENT_TAG] = moment
         env[i] = new
     outputs = [lookup(o) if isinstance(o, fx.Node) else o for o in graph.backward_outputs]
     output = backward.output(tuple(outputs))
@@ -288,9 +281,3 @@ def _arguments(node: fx.Node, lookup: Callable[[fx.Node], fx.Node]) -> tuple[tup
     args: Any = map_arg(node.args, lookup)
     kwargs: Any = map_arg(node.kwargs, lookup)
     return args, kwargs
-
-
-def may_run_together(first: Sequence[fx.Node], second: Sequence[fx.Node]) -> bool:
-    """False if a compiler would undo the schedule by running a recomputed copy in another phase than its own."""
-    phases = {node.meta[PHASE_TAG] for node in (*first, *second) if PHASE_TAG in node.meta}
-    return len(phases) < 2 or not any(COPY_TAG in node.meta for node in (*first, *second))

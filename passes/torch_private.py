@@ -7,11 +7,11 @@ work on any FX graph without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -226,17 +226,15 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any], may_fuse: MayFuse
+    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any], may_fuse: MayFuse | None
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with inductor under the given settings; `may_fuse` has a say in what it fuses."""
+    """Compile a Dynamo graph with inductor under the given settings; `may_fuse` may forbid a fusion."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
-    choices = _choices_with(may_fuse)
-
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         # Inductor reads its setting for this once per thread, so a setting would come too late.
-        with V.set_choices_handler(choices):
+        with nullcontext() if may_fuse is None else V.set_choices_handler(_choices_with(may_fuse)):
             return compile_fx_inner(*args, **kwargs)
 
     compiled = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches)
@@ -244,8 +242,10 @@ def inductor_compile(
     return compiled
 
 
-MayFuse = Callable[[list[fx.Node], list[fx.Node]], bool]
-"""Given the graph nodes behind two kernels: may they become one?"""
+class MayFuse(Protocol):
+    """Given the graph nodes behind two kernels, and whether one feeds the other: may they become one?"""
+
+    def __call__(self, first: list[fx.Node], second: list[fx.Node], *, feed_each_other: bool) -> bool: ...
 
 
 def _choices_with(may_fuse: MayFuse) -> Any:
@@ -254,10 +254,14 @@ def _choices_with(may_fuse: MayFuse) -> Any:
 
     class Choices(InductorChoices):
         @staticmethod
-        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if not may_fuse(_origins(node1), _origins(node2)):
-                return False
-            return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
+        def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            allowed = may_fuse(_origins(node1), _origins(node2), feed_each_other=True)
+            return allowed and bool(InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
+
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            allowed = may_fuse(_origins(node1), _origins(node2), feed_each_other=False)
+            return allowed and bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     return Choices()
 

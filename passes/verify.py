@@ -13,7 +13,8 @@ import torch.fx as fx
 
 from .constraints import Constraints, base_of, written_arguments
 from .errors import VerificationError
-from .extract import COPY_TAG, Extracted
+from .extract import Extracted
+from .fusion import COPY_TAG
 from .joint_graph import JointGraph, Role, backward_inputs, forward_inputs
 from .op_facts import facts_of
 from .schedule import Schedule

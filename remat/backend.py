@@ -9,8 +9,12 @@ import torch.fx as fx
 
 from .options import Inner, Options
 from .partition_fn import Partitioner
-from .passes.extract import may_run_together
+from .passes.fusion import may_fuse
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
+
+KEEP_ORDER = {"allow_buffer_reuse": False}
+"""What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size
+where its own estimate of the peak, which counts finished gradients, allows it; a plan counts on them being free."""
 
 
 def remat(
@@ -24,8 +28,10 @@ def remat(
     parsed = Options.parse(options, mode)
     partitioner = Partitioner(parsed)
     if parsed.inner == "inductor":
-        settings = {**parsed.inductor, "custom_partitioner_fn": partitioner}
-        return inductor_compile(gm, example_inputs, settings, may_run_together)
+        has_order = parsed.budget is not None or bool(parsed.plans)
+        memory = KEEP_ORDER if has_order else {}
+        settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
+        return inductor_compile(gm, example_inputs, settings, may_fuse if has_order else None)
     return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
 
 

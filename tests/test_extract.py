@@ -12,7 +12,8 @@ from joints import Joint, capture, named
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Callback
 from remat.passes.errors import VerificationError
-from remat.passes.extract import COPY_TAG, extract
+from remat.passes.extract import extract
+from remat.passes.fusion import COPY_TAG
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plan import Action, Plan
 from remat.passes.schedule import schedule_backward
