@@ -168,9 +168,13 @@ class _Run:
             whole = self.held[self.reads[moment][0]] if self.reads[moment] else ()
             part = self.storages.part[i]
             return whole if part < 0 or len(whole) <= 1 else whole[part : part + 1]
-        if self.has_memory is not None and self.storages.is_inlined[i] and not self.has_memory[moment]:
+        if self.has_memory is not None and self._has_none(moment, i):
             return tuple(dict.fromkeys(m for source in self.reads[moment] for m in self.held[source]))
         return tuple([self._allocate(moment, num_bytes) for num_bytes in self.storages.own_bytes[i]])
+
+    def _has_none(self, moment: int, i: int) -> bool:
+        assert self.has_memory is not None
+        return self.storages.is_deferred[i] or (self.storages.is_inlined[i] and not self.has_memory[moment])
 
     def _allocate(self, moment: int, num_bytes: int) -> int:
         self.num_bytes.append(num_bytes)

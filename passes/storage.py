@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from .constraints import base_is_viewed
 from .joint_graph import JointGraph, Role
@@ -42,6 +43,8 @@ class Storages:
     """Runs inside a loop that a compiler makes; all False for an executor that runs node by node."""
     is_inlined: tuple[bool, ...]
     """Has no memory where only fused nodes read it."""
+    is_deferred: tuple[bool, ...]
+    """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
 
 
 def find_storages(graph: JointGraph, *, fuses: bool) -> Storages:
@@ -49,13 +52,23 @@ def find_storages(graph: JointGraph, *, fuses: bool) -> Storages:
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
     own_bytes = [() if base >= 0 else _own_bytes(graph, i) for i, (base, _) in enumerate(shared)]
     kinds = [None if op is None or not fuses else op.kind for op in graph.facts]
+    deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
+    products = {graph.resolve(product) for product in deferred if product is not None}
     return Storages(
         own_bytes=tuple(own_bytes),
         base=tuple(base for base, _ in shared),
         part=tuple(part for _, part in shared),
-        is_fused=tuple(kind in FUSED_KINDS for kind in kinds),
+        is_fused=tuple(kind in FUSED_KINDS and deferred[i] is None for i, kind in enumerate(kinds)),
         is_inlined=tuple(kind in INLINED_KINDS and base < 0 for kind, (base, _) in zip(kinds, shared, strict=True)),
     )
+
+
+def _product_of_sum(node: fx.Node) -> fx.Node | None:
+    """The matrix product that a sum makes one kernel with, if nothing else reads it."""
+    if node.target is not torch.ops.aten.add.Tensor:
+        return None
+    products = [a for a in node.all_input_nodes if a.target is torch.ops.aten.mm.default and len(a.users) == 1]
+    return products[0] if products and not node.kwargs else None
 
 
 def _shared(graph: JointGraph, i: int) -> tuple[int, int]:

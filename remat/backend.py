@@ -12,7 +12,7 @@ from .partition_fn import Partitioner
 from .passes.fusion import may_fuse
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
-KEEP_ORDER = {"allow_buffer_reuse": False}
+KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 """What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size
 where its own estimate of the peak, which counts finished gradients, allows it; a plan counts on them being free."""
 
