@@ -59,7 +59,11 @@ def find_storages(graph: JointGraph, *, fuses: bool) -> Storages:
         base=tuple(base for base, _ in shared),
         part=tuple(part for _, part in shared),
         is_fused=tuple(kind in FUSED_KINDS and deferred[i] is None for i, kind in enumerate(kinds)),
-        is_inlined=tuple(kind in INLINED_KINDS and base < 0 for kind, (base, _) in zip(kinds, shared, strict=True)),
+        is_inlined=tuple(
+            kind in INLINED_KINDS and base < 0 and deferred[i] is None
+            for i, (kind, (base, _)) in enumerate(zip(kinds, shared, strict=True))
+        ),
+        is_deferred=tuple(i in products for i in range(len(graph.nodes))),
     )
 
 
