@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .constraints import Constraint, Constraints, Reason, base_is_viewed
+from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import TICKS_PER_SECOND, Costs
 from .errors import InfeasibleCut
 from .joint_graph import JointGraph, Role
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
 from .plan import Action, Decision, Plan, module_path, source_line
+from .region_tag import region_fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +125,7 @@ def _decision(graph: JointGraph, constraints: Constraints, costs: Costs, i: int,
         recompute_seconds=costs.recompute_ticks[i] / TICKS_PER_SECOND,
         source=source_line(node.stack_trace or ""),
         module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
+        **region_fields(node),
     )
 
 
@@ -151,7 +153,9 @@ def _explain(graph: JointGraph, constraints: Constraints, bases: Sequence[int], 
     ]
     if found.chain:
         lines.append("it is needed to recompute " + ", ".join(f"`{graph.nodes[bases[v]].name}`" for v in found.chain))
-    source = source_line(node.stack_trace or "")
+    asked, source = explain_policy(node), source_line(node.stack_trace or "")
+    if asked:
+        lines.append(asked)
     if source:
         lines.append(f"at {source}")
     lines.append(

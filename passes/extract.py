@@ -30,6 +30,7 @@ from .joint_graph import (
     is_backward_state,
     output_descriptors,
 )
+from .region_tag import preserves_rng_state
 from .schedule import Schedule
 from .torch_private import (
     FakeScriptObject,
@@ -75,7 +76,8 @@ def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> 
 
 def _is_replayed(graph: JointGraph, i: int) -> bool:
     op = graph.facts[i]
-    return graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+    draws = graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+    return draws and preserves_rng_state(graph.nodes[i])
 
 
 # -------------------------------------------------------------------------------------------------- forward

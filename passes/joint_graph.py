@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from .op_facts import OpFacts, facts_of
+from .region_tag import POLICY_TAG, REGION_TAG, region_of
 from .torch_private import (
     AOTInput,
     AOTOutput,
@@ -36,12 +37,6 @@ from .torch_private import (
 
 PARTITIONER_TAG = "partitioner_tag"
 """`node.meta` key under which AOTAutograd says which half traced a node."""
-
-POLICY_TAG = "recompute"
-"""`node.meta` key of the checkpoint policy that torch's region carriers write."""
-
-REGION_TAG = "ac_graph_id"
-"""`node.meta` key of the checkpointed region that a node was traced in."""
 
 
 class Role(Enum):
@@ -240,6 +235,7 @@ def _number_values(
             num_writes,
             node.meta.get(REGION_TAG),
             node.meta.get(POLICY_TAG),
+            region_of(node),
             _frozen(node.args, index, same_as),
             _frozen(node.kwargs, index, same_as) if node.kwargs else (),
         )

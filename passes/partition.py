@@ -11,7 +11,9 @@ from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
 from .joint_graph import JointGraph
+from .offload import offload_values
 from .plan import Plan
+from .ports import close_ports, open_ports
 from .schedule import schedule_backward
 from .verify import verify_extracted, verify_schedule
 
@@ -27,6 +29,7 @@ class Partitioned:
 
 def partition(joint: fx.GraphModule, *, num_fwd_outputs: int, cost_model: CostModel, key: str = "") -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
+    open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph)
     costs = price(graph, cost_model)
@@ -35,4 +38,6 @@ def partition(joint: fx.GraphModule, *, num_fwd_outputs: int, cost_model: CostMo
     verify_schedule(graph, constraints, schedule)
     extracted = extract(graph, constraints, schedule)
     verify_extracted(graph, extracted)
+    offload_values(extracted.forward, extracted.backward, num_fwd_outputs)
+    close_ports(extracted.forward, extracted.backward)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)

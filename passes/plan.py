@@ -6,10 +6,10 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
 from .constraints import Reason
+from .source import source_line as source_line
 
 FORMAT = 1
 """Version of the JSON form; a reader refuses what it does not know."""
@@ -39,6 +39,12 @@ class Decision:
     """The line of the user's program, `file:line`; empty if it is not known."""
     module: str
     """The module path, `layers.3.mlp`; empty if it is not known."""
+    region: str = ""
+    """The region path, `decoder/mlp#2`; empty outside regions."""
+    policy: str = ""
+    """What the region's policy answered, `MUST_SAVE`; empty outside regions."""
+    name: str = ""
+    """What `remat.name` called the value; empty for most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +131,6 @@ def _decision_to_dict(decision: Decision) -> dict[str, Any]:
 
 def _decision_from_dict(data: dict[str, Any]) -> Decision:
     return Decision(**{**data, "action": Action[data["action"]], "reason": Reason[data["reason"]]})
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-@lru_cache(maxsize=4096)
-def source_line(stack_trace: str) -> str:
-    """The innermost line of a stack trace, `file:line`."""
-    frames = _FRAME.findall(stack_trace)
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
 def module_path(nn_module_stack: dict[str, Any] | None) -> str:

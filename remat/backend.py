@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
@@ -22,6 +23,7 @@ def remat(
     """Compile a Dynamo graph with remat's partitioner between tracing and the inner compiler."""
     parsed = Options.parse(options, mode)
     partitioner = Partitioner(parsed)
+    gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
         return inductor_compile(gm, example_inputs, {**parsed.inductor, "custom_partitioner_fn": partitioner})
     return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)

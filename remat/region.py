@@ -1,6 +1,7 @@
 """`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
 
-Here is the eager half. `_call_region` is the joint: the one place where a call of marked code is handed to an engine.
+`_call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
+Dynamo traces, the operator that carries the region into the graph.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
+from remat.carrier import operator_of
 from remat.eager import RegionSpec, Selective, is_recomputing, run_region
 from remat.eager.determinism import find_determinism_check
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
+from remat.passes.torch_private import constant_in_graphs
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -80,6 +84,8 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
             f"checkpoint_region(memory_budget={options['memory_budget']!r}): budgets are not implemented yet; "
             "leave it out and say by a policy what is kept."
         )
+    if torch.compiler.is_dynamo_compiling():
+        return _mark_while_traced(function, name, options)
     region = RegionOptions(name=name or _default_name(function), **options)
     if isinstance(function, nn.Module):
         return _mark_module(function, region)
@@ -97,7 +103,7 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _call_region(function, args, kwargs, spec)
+        return _call_region(function, args, kwargs, region, spec)
 
     return marked
 
@@ -108,6 +114,29 @@ def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
     return module
 
 
-def _call_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
-    """Hand a call of marked code to an engine: the eager one."""
+def _call_region(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, spec: RegionSpec
+) -> Any:
+    """Hand a call of marked code to an engine."""
+    if torch.compiler.is_dynamo_compiling():
+        return operator_of(region)(function, *args, **kwargs)
     return run_region(function, args, kwargs, spec)
+
+
+def _mark_while_traced(function: Any, name: str | None, options: dict[str, Any]) -> Any:
+    """Mark a function inside code that Dynamo traces: the operator is all there is to it."""
+    if name is None:
+        # Dynamo knows a function's plain name only.
+        name = type(function).__name__ if isinstance(function, nn.Module) else function.__name__
+    operator = operator_of_options(name, **options)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return operator(function, *args, **kwargs)
+
+    return marked
+
+
+@constant_in_graphs
+def operator_of_options(name: str, **options: Any) -> Any:
+    """Return the operator of a region that is marked while Dynamo traces."""
+    return operator_of(RegionOptions(name=name, **options))
