@@ -23,17 +23,20 @@ def open_ports(joint: fx.GraphModule) -> None:
         if region_of(node) is None or policy_of(node) not in RECOMPUTES or tensor_of(node) is None:
             continue
         outside = [user for user in node.users if user.op != "output" and not _is_inside(user, node)]
-        if outside:
+        # A formula of the outside reads only what an op of the outside has read in forward. Where none has, the
+        # formula is one of the region's own that has lost its tag.
+        if any(not _is_backward(user) for user in outside):
             _add_port(graph, node, outside)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return is_tagged_backward(node) or bool(node.meta.get("autograd_backward"))
 
 
 def _is_inside(user: fx.Node, node: fx.Node) -> bool:
     """True if a reader belongs to the same call of an outermost region as the value."""
     own, other = region_of(node), region_of_formula(user)
-    if other is None:
-        # A formula that lost its region: what reads a region's values in backward is most likely the region's own.
-        return is_tagged_backward(user)
-    return own is not None and own.number == other.number
+    return own is not None and other is not None and own.number == other.number
 
 
 def _add_port(graph: fx.Graph, node: fx.Node, outside: list[fx.Node]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -120,6 +121,9 @@ def _call_region(
     """Hand a call of marked code to an engine."""
     if torch.compiler.is_dynamo_compiling():
         return operator_of(region)(function, *args, **kwargs)
+    if args and isinstance(args[0], nn.Module) and isinstance(function, FunctionType):
+        # A method: bound to its module, so that the engine knows whose state the region reads and writes.
+        return run_region(MethodType(function, args[0]), args[1:], kwargs, spec)
     return run_region(function, args, kwargs, spec)
 
 
