@@ -197,20 +197,18 @@ def facts_of(target: Any) -> OpFacts:
 
 def facts_of_call(node: fx.Node) -> OpFacts:
     """Look up what is known of a call_function node, its arguments considered."""
-    facts = facts_of(node.target)
-    if facts.is_random and _drops_nothing(node):
-        return replace(facts, is_random=False, kind=_kind_of(node.target, node.target._schema.name))  # type: ignore
+    facts, op = facts_of(node.target), node.target
+    if facts.is_random and isinstance(op, OpOverload) and _drops_nothing(op, node):
+        return replace(facts, is_random=False, kind=_kind_of(op, op._schema.name))
     return facts
 
 
-def _drops_nothing(node: fx.Node) -> bool:
+def _drops_nothing(op: OpOverload[..., Any], node: fx.Node) -> bool:
     """True for an attention op without dropout, which draws no numbers although it could."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.kwargs.get("dropout_p", argument.default_value)
-            return (node.args[position] if position < len(node.args) else given) == 0.0
+            given: Any = node.kwargs.get("dropout_p", argument.default_value)
+            return bool((node.args[position] if position < len(node.args) else given) == 0.0)
     return False
 
 

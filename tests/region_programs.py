@@ -45,7 +45,7 @@ class Program:
     make: Callable[[Mark], tuple[Callable[..., Any], tuple[Any, ...]]]
     counts: str
     eager_counts: str = SAME_COUNTS
-    random: bool = False
+    in_bfloat16: bool = False
     compiled_only: str = ""
     """Why the eager engine does not run it."""
     is_quick_in_inductor: bool = False
@@ -262,12 +262,12 @@ def batch_norm(mark: Mark) -> Any:
     return Model(), (x_of(4, 8),)
 
 
-@program("bernoulli 1+1, gelu 1+1, sin 1+0", random=True)
+@program("bernoulli 1+1, gelu 1+1, sin 1+0")
 def dropout(mark: Mark) -> Any:
     return mark(lambda x: F.dropout(F.gelu(x), 0.5, True).sin()), (x_of(4, 8),)
 
 
-@program("addmm 1+1, gelu 1+1, sin 1+0")
+@program("addmm 1+1, gelu 1+1, sin 1+0", in_bfloat16=True)
 def autocast_inside(mark: Mark) -> Any:
     block = Block()
 
@@ -279,7 +279,7 @@ def autocast_inside(mark: Mark) -> Any:
     return (lambda x: region(x).float()), (x_of(4, 8),)
 
 
-@program("addmm 1+1, gelu 1+1, sin 1+0")
+@program("addmm 1+1, gelu 1+1, sin 1+0", in_bfloat16=True)
 def autocast_around(mark: Mark) -> Any:
     block = Block()
     region = mark(lambda x: block(x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +115,9 @@ def _watched(counts: Counter[str]) -> Counter[str]:
 def test_results_are_those_without_regions(program: Program, engine: RegionEngine) -> None:
     with_regions = take_step(engine.compile, lambda: program.make(remat.checkpoint_region))
     without = take_step(engine.compile, lambda: program.make(unmarked))
-    exact = engine is not INDUCTOR
-    assert_records_agree(with_regions, without, exact=exact)
+    # Inductor fuses what is recomputed with what reads it, and then rounds to bfloat16 at other places.
+    tolerance = {"rtol": 2**-6, "atol": 2**-6} if program.in_bfloat16 else {}
+    assert_records_agree(with_regions, without, exact=engine is not INDUCTOR, **tolerance)
 
 
 @pytest.mark.parametrize(("program", "engine"), [case for case in cases() if case.values[1] is not INDUCTOR])
