@@ -50,8 +50,9 @@ class NameOperator(HigherOrderOperator):
         super().__init__(operator_name, cacheable=True)  # type: ignore[no-untyped-call]
         self.label = label
 
-    def __call__(self, body: Any, /, x: torch.Tensor) -> Any:
-        """Note the name, and return the value as the body does."""
+    def __call__(self, body: Any, /, *args: Any) -> Any:
+        """Note the name, and return the value as the body does. Its sizes come along where they are dynamic."""
+        (x,) = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if tracer() is not None:
             note_traced_name(x, self.label)
         elif not is_faking():
