@@ -1,6 +1,6 @@
 """Pure graph work: a joint FX graph in, a plan and two FX graphs out. In data-flow order:
 
-    ports           what leaves a region, given a stand-in that the outside reads (region_tag: what nodes say of regions)
+    ports           a stand-in for what leaves a region, which the outside reads (region_tag: what nodes say of regions)
     joint_graph     who computes what, on which side it may run, what backward needs
     constraints     what may be saved, what may be recomputed, and why not
     cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
@@ -12,5 +12,6 @@
     partition       the pipeline above, on one screen
 
 Shared by all: op_facts (what is known of operators), policy, name_op, source (where a node comes from), errors,
-fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators, `torch.compile` or global settings.
+fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators, `torch.compile` or
+global settings.
 """

@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import OpCounter as HarnessCounter
 from harness import assert_records_agree, recompute_is_ruinous, take_step, weighted_sum
-from region_programs import PROGRAMS, Program
+from region_fuzz import STEPS, STEPS_WITH_STATE, RandomProgram
+from region_programs import PROGRAMS, Program, x_of
 
 import remat
 
@@ -123,3 +124,22 @@ def test_results_are_those_without_regions(program: Program, engine: RegionEngin
 @pytest.mark.parametrize(("program", "engine"), [case for case in cases() if case.values[1] is not INDUCTOR])
 def test_ops_run_as_often_as_the_policy_says(program: Program, engine: RegionEngine) -> None:
     assert count_ops(engine, program) == program.expected(engine.is_eager)
+
+
+def random_cases() -> list[Any]:
+    engines = {EAGER: 40, AOT: 4}  # how many of them are quick enough to be run always
+    return [
+        pytest.param(seed, engine, id=f"{seed}-{engine.name}", marks=[pytest.mark.slow] if seed >= quick else [])
+        for engine, quick in engines.items()
+        for seed in range(60)
+    ]
+
+
+@pytest.mark.parametrize(("seed", "engine"), random_cases())
+def test_random_programs_give_the_same_results_with_regions(seed: int, engine: RegionEngine) -> None:
+    steps = STEPS if engine.is_eager else STEPS_WITH_STATE
+
+    def step(mark: Any) -> Any:
+        return take_step(engine.compile, lambda: (RandomProgram(seed, mark, steps), (x_of(4, 8),)))
+
+    assert_records_agree(step(remat.checkpoint_region), step(unmarked), exact=True)
