@@ -59,18 +59,36 @@ def tag(node: fx.Node, region: RegionTag, answer: CheckpointPolicy) -> None:
     node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), OWN_TAG: region}
 
 
-def whole_views(node: fx.Node) -> Iterator[fx.Node]:
-    """A value however it is viewed: the node, what it is a view of all of, and so on."""
+def views(node: fx.Node) -> Iterator[fx.Node]:
+    """A value and what it is a view of, as far as that was computed."""
     yield node
-    while facts_of(node.target).is_view and _has_all_of(node.all_input_nodes[0], node):
+    while _is_view(node) and node.all_input_nodes[0].op == "call_function":
         node = node.all_input_nodes[0]
         yield node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return facts_of(node.all_input_nodes[0].target).is_view
+    return facts_of(node.target).is_view
+
+
+def whole_views(node: fx.Node) -> Iterator[fx.Node]:
+    """A value however it is viewed: the node, what it is a view of all of, and so on."""
+    chain = views(node)
+    part = next(chain)
+    yield part
+    for base in chain:
+        if not _has_all_of(base, part):
+            return
+        yield base
+        part = base
 
 
 def _has_all_of(base: fx.Node, view: fx.Node) -> bool:
     """True if a view shows every element of its base."""
     whole, part = base.meta.get("val"), view.meta.get("val")
-    if base.op != "call_function" or not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
         return False
     return statically_equal(whole.numel(), part.numel()) and whole.dtype == part.dtype
 

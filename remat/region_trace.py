@@ -22,7 +22,7 @@ from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from .passes.name_op import name_op
 from .passes.plan import source_line
 from .passes.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
-from .passes.region_tag import NAME_TAG, RegionTag, region_of, tag, whole_views
+from .passes.region_tag import NAME_TAG, RegionTag, region_of, tag, views, whole_views
 from .passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,
@@ -175,7 +175,10 @@ def note_traced_name(tensor: torch.Tensor, name: str) -> None:
     # A policy that does not know the name says PREFER_RECOMPUTE, which takes nothing back that was said of the op.
     if answer is CheckpointPolicy.PREFER_RECOMPUTE:
         return
-    for part in whole_views(node):
+    # What an inner region returned goes by that one's policy, and what comes from outside is there anyway. To keep a
+    # part is to keep what it is a view of; to drop a part drops no more than that.
+    parts = whole_views(node) if answer is CheckpointPolicy.MUST_RECOMPUTE else views(node)
+    for part in parts:
         inside = region_of(part)
-        if inside is not None and inside.number == region.tag.number:
+        if inside is not None and inside.path == region.tag.path:
             tag(part, inside, answer)

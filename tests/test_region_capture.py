@@ -313,6 +313,43 @@ def test_a_name_that_must_be_recomputed_is_not_saved() -> None:
     assert (counts["aten.addmm"], counts["aten.gelu"]) == (1, 0)
 
 
+def run_named(answer: Any, part: Any) -> Any:
+    """Name a part of a linear layer's output; return what backward runs."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer if args[1:] == ("part",) else PREFER_RECOMPUTE
+
+    def make() -> Any:
+        linear = nn.Linear(8, 8)
+
+        @remat.checkpoint_region(policy=policy)
+        def region(x: torch.Tensor) -> torch.Tensor:
+            h = linear(x)
+            return F.gelu(remat.name(part(h), "part")) + F.gelu(h).sum()
+
+        return region, (x_of(4, 8),)
+
+    return count_backward_ops(compile_with_remat, make)
+
+
+@pytest.mark.parametrize("part", [lambda h: h[:, :4], lambda h: h.chunk(2, 1)[0], lambda h: h.t()[:3]], ids=range(3))
+def test_naming_a_part_names_what_it_is_a_view_of(part: Any) -> None:
+    assert run_named(MUST_SAVE, part)["aten.addmm"] == 0
+    assert run_named(MUST_RECOMPUTE, part)["aten.addmm"] == 1
+
+
+def test_a_name_has_no_effect_on_what_an_inner_region_returned() -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return MUST_SAVE if args[1:] == ("inner",) else PREFER_RECOMPUTE
+
+    def make() -> Any:
+        linear = nn.Linear(8, 8)
+        inner = remat.checkpoint_region(lambda x: linear(x))
+        return remat.checkpoint_region(policy=policy)(lambda x: F.gelu(remat.name(inner(x), "inner"))), (x_of(4, 8),)
+
+    assert count_backward_ops(compile_with_remat, make)["aten.addmm"] == 1
+
+
 def test_a_marked_module_stays_the_module_it_is() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     keys = list(module.state_dict())
