@@ -14,11 +14,16 @@ from torch import nn
 
 from remat.eager import rng
 from remat.eager.ambient import Ambient
+from remat.eager.arguments import SavedArguments
 from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
-from remat.eager.frames import Execution, Frame, SavedArguments, local
+from remat.eager.execution import Execution, local
+from remat.eager.frames import Frame
 from remat.eager.reach import Reached, module_tree, reach
-from remat.eager.selective import Recorder, Replayer, Selective, adopt_child, open_segment
+from remat.eager.recorder import Recorder
+from remat.eager.replayer import Replayer
+from remat.eager.saved import adopt_child, open_segment
+from remat.eager.selective import Selective
 from remat.eager.settings import debug_override, early_stop_override
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import (

@@ -11,7 +11,7 @@ import torch
 
 from remat.eager import rng
 from remat.eager.ambient import Ambient, is_in_force, restored
-from remat.eager.frames import local
+from remat.eager.execution import local
 from remat.eager.reach import reach
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import is_full_backward

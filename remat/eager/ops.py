@@ -1,0 +1,81 @@
+"""What the selective engine must know about an op, and how it tells one call of an op from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.passes.torch_private import FunctionalTensor, HigherOrderOperator
+
+# Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees them.
+SAC_IGNORED_OPS: set[Any] = {
+    torch.ops.aten.detach.default,
+    torch.ops.prim.device.default,
+    *FunctionalTensor.metadata_fns,
+}
+
+CAST = torch.ops.aten._to_copy.default
+_NOT_JUST_RUN = SAC_IGNORED_OPS | {CAST}
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What the engine must know about an op, looked up once."""
+
+    op: Any
+    is_random: bool
+    is_collective: bool
+    mutates: tuple[int, ...]
+    """Positions of the arguments it changes in place."""
+    updates_in_place: bool
+    """True for `x.op_(...)`: changes its first argument only, and returns it."""
+    is_plain: bool
+    """True if running it is all there is to it."""
+
+
+# Ops are keyed by identity throughout: hashing one runs Python code, twice per op and table. Facts keep the op alive.
+known_facts: dict[int, OpFacts] = {}
+
+
+def op_facts(op: Any) -> OpFacts:
+    """Look an op up."""
+    facts = known_facts.get(id(op))
+    if facts is None:
+        facts = known_facts[id(op)] = _find_facts(op)
+    return facts
+
+
+def _find_facts(op: Any) -> OpFacts:
+    if isinstance(op, HigherOrderOperator):
+        return OpFacts(op, False, False, (), updates_in_place=False, is_plain=False)
+    arguments = op._schema.arguments
+    mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    returns = op._schema.returns
+    returns_first = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    is_collective = op.namespace in _COLLECTIVE_NAMESPACES
+    return OpFacts(
+        op=op,
+        is_random=is_random,
+        is_collective=is_collective,
+        mutates=mutates,
+        updates_in_place=mutates == (0,) and returns_first,
+        is_plain=not (is_random or is_collective or mutates or op in _NOT_JUST_RUN),
+    )
+
+
+def is_cached_cast(func: Any, args: Any) -> bool:
+    """True for a cast of a weight, which autocast may have kept from before the region or not."""
+    return func is CAST and args[0].requires_grad and args[0].is_leaf
+
+
+def op_key(func: Any, args: Any) -> Any:
+    """Return what an op is matched by: its identity, and for a compiled block also which one."""
+    if isinstance(func, HigherOrderOperator):
+        from remat.passes.torch_private import compiled_code_key
+
+        return compiled_code_key(func, args)
+    return id(func)
