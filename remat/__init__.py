@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compat
+from . import compat, policies
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
+from .naming import name
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
 from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
@@ -29,7 +30,9 @@ __all__ = [
     "checkpoint_sequential",
     "compat",
     "is_recomputing",
+    "name",
     "partitioner",
+    "policies",
 ]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from remat.passes.torch_private import FunctionalTensor, HigherOrderOperator
+from remat.passes.op_facts import facts_of
+from remat.passes.torch_private import FunctionalTensor, HigherOrderOperator, is_registered_as_effectful
 
 # Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees them.
 SAC_IGNORED_OPS: set[Any] = {
@@ -18,7 +19,6 @@ SAC_IGNORED_OPS: set[Any] = {
 
 CAST = torch.ops.aten._to_copy.default
 _NOT_JUST_RUN = SAC_IGNORED_OPS | {CAST}
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class OpFacts:
 
     op: Any
     is_random: bool
-    is_collective: bool
+    runs_once: str
+    """Why it may not be run again: "a collective" or "an effectful op"; empty for all others."""
+    is_view: bool
     mutates: tuple[int, ...]
     """Positions of the arguments it changes in place."""
     updates_in_place: bool
@@ -50,21 +52,30 @@ def op_facts(op: Any) -> OpFacts:
 
 def _find_facts(op: Any) -> OpFacts:
     if isinstance(op, HigherOrderOperator):
-        return OpFacts(op, False, False, (), updates_in_place=False, is_plain=False)
+        runs_once = "an effectful op" if facts_of(op).is_effectful else ""
+        return OpFacts(op, False, runs_once, False, (), updates_in_place=False, is_plain=False)
     arguments = op._schema.arguments
     mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     returns = op._schema.returns
     returns_first = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    is_collective = op.namespace in _COLLECTIVE_NAMESPACES
+    runs_once = _runs_once(op)
     return OpFacts(
         op=op,
         is_random=is_random,
-        is_collective=is_collective,
+        runs_once=runs_once,
+        is_view=facts_of(op).is_view,
         mutates=mutates,
         updates_in_place=mutates == (0,) and returns_first,
-        is_plain=not (is_random or is_collective or mutates or op in _NOT_JUST_RUN),
+        is_plain=not (is_random or runs_once or mutates or op in _NOT_JUST_RUN),
     )
+
+
+def _runs_once(op: Any) -> str:
+    facts = facts_of(op)
+    if facts.is_collective:
+        return "a collective"
+    return "an effectful op" if facts.is_effectful or is_registered_as_effectful(op) else ""
 
 
 def is_cached_cast(func: Any, args: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from typing import Any
 
@@ -11,6 +10,7 @@ from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_
 from remat.eager.recorder import Recorder
 from remat.eager.saved import OffloadedEntry, Store
 from remat.eager.selective_mode import SelectiveMode
+from remat.eager.user_code import nearest_user_line
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
@@ -71,15 +71,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
             f"{what} encountered during backward but not found in storage: the forward of this region ran it "
-            f"{count} time(s), and the recomputation runs it once more, {_nearest_user_line()}. Likely "
+            f"{count} time(s), and the recomputation runs it once more, {nearest_user_line()}. Likely "
             f"cause: a "
             "cache that grew, control flow on data, train and eval mode, or other state that changed in "
             "between."
         )
-
-
-def _nearest_user_line() -> str:
-    frame: Any = sys._getframe(2)
-    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/remat/" in frame.f_code.co_filename):
-        frame = frame.f_back
-    return "on an unknown line" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -39,7 +39,7 @@ class Entry:
     def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False) -> None:
         # What an in-place op wrote to may be anything, a buffer say, that others write to later.
         self._is_copy = is_written and on_mutation is OnMutation.COPY
-        self._value = map_tensors(torch.clone if self._is_copy else _alias, value)
+        self._value = map_tensors(torch.clone if self._is_copy else alias_of, value)
         # An in-place op's own change is counted only after the mode has returned its output.
         if type(value) is torch.Tensor:
             self._versions = [value._version + is_written]
@@ -175,7 +175,7 @@ def adopt_child(sink: Sink, index: int, child: Segment) -> None:
     sink.store.children[index] = weakref.ref(child)
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory with no history but the same version counter."""
     with SetExcludeDispatchKeyGuard(_VERSION_COUNTING, False):
         return tensor.detach()
