@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from remat.passes.errors import OptionError
 from remat.passes.module_path import current_module_path, ends_match
 from remat.passes.name_op import name_op
-from remat.passes.op_facts import Kind, facts_of
+from remat.passes.op_facts import facts_of, is_matmul
 from remat.passes.policy import (
     CheckpointPolicy,
     Policy,
@@ -132,8 +132,7 @@ class _RecomputeAll(_ByOp):
 @dataclass(frozen=True, slots=True)
 class _SaveMatmuls(_ByOp):
     def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
-        is_matmul = facts_of(op).kind is Kind.MATMUL and op._schema.name not in _NOT_MATMULS
-        return _MUST_SAVE if is_matmul else None
+        return _MUST_SAVE if is_matmul(op) and op._schema.name not in _NOT_MATMULS else None
 
     def __repr__(self) -> str:
         return "save_matmuls()"
