@@ -21,6 +21,8 @@ from .torch_private import MODULE_CALL_CODE, fx_current_meta, is_tracing
 _WORD = re.compile(r"\w+")
 # Where Dynamo's name for a module leaves plain attributes: what comes before is how the module was found.
 _DETOURS = frozenset({"cell_contents", "__self__", "__func__", "__closure__", "__wrapped__", "_orig_mod"})
+# How a module is found from the `forward` that stands in for its own, and in dictionaries.
+_OWN_DETOURS = re.compile(r"\.forward\.(module\(\)|__self__)|\.__dict__")
 
 _names_below: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
@@ -35,7 +37,7 @@ def path_of_stack(stack: Mapping[Any, tuple[str, Any]]) -> str:
     """Return the path of the innermost module of an FX node's `nn_module_stack`."""
     if not stack:
         return ""
-    text = list(stack.values())[-1][0]
+    text = _OWN_DETOURS.sub("", list(stack.values())[-1][0])
     words = _WORD.findall(text)
     if re.match(r"[LG]\[", text):
         words = words[2:]  # the variable that holds the root

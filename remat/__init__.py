@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import compat, policies
+from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Applied",
     "CheckpointPolicy",
     "Decision",
     "InfeasibleCut",
@@ -25,6 +27,7 @@ __all__ = [
     "RematError",
     "VerificationError",
     "__version__",
+    "apply",
     "checkpoint",
     "checkpoint_region",
     "checkpoint_sequential",
@@ -33,6 +36,7 @@ __all__ = [
     "name",
     "partitioner",
     "policies",
+    "remove",
 ]
 
 

@@ -6,8 +6,10 @@ Here is the eager half. `_call_region` is the joint: the one place where a call 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -104,8 +106,67 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
 def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
     """Make a module's forward a region; type, parameters, hooks and state_dict keys stay as they are."""
-    module.forward = _mark_function(module.forward, region)
+    module.forward = RegionForward(module, region)
     return module
+
+
+class RegionForward:
+    """The `forward` of a marked module: an attribute of the module that `remove_region` takes away again.
+
+    It knows its module weakly, so that the two do not keep each other alive, and goes along when the module is copied
+    or pickled.
+    """
+
+    def __init__(self, module: nn.Module, region: RegionOptions) -> None:
+        own = module.__dict__.get("forward", _NO_FORWARD)
+        self.__setstate__({"module": module, "region": region, "own": own})
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without a region, bound to its module; what `inspect.signature` looks at."""
+        if self.own is not _NO_FORWARD:
+            return self.own
+        module = self.module()
+        assert module is not None, "the module is gone, and this was its attribute"
+        return type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as a region."""
+        return _call_region(self.__wrapped__, args, kwargs, self.spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module(), "region": self.region, "own": self.own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module: weakref.ref[nn.Module] = weakref.ref(state["module"])
+        self.region: RegionOptions = state["region"]
+        self.own: Any = state["own"]
+        self.spec = self.region.eager_spec()
+
+
+class _NoForward(Enum):
+    """Says that a module had no `forward` of its own, only its class's."""
+
+    NO_FORWARD = "the class's"
+
+
+_NO_FORWARD = _NoForward.NO_FORWARD
+
+
+def region_of_module(module: nn.Module) -> RegionOptions | None:
+    """Return what was said about a module's region; None if it is not marked."""
+    forward = module.__dict__.get("forward")
+    return forward.region if isinstance(forward, RegionForward) else None
+
+
+def remove_region(module: nn.Module) -> None:
+    """Undo the marking of a module."""
+    forward = module.__dict__["forward"]
+    assert isinstance(forward, RegionForward), "only a marked module has one"
+    if forward.own is _NO_FORWARD:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.own
 
 
 def _call_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:

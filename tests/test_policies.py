@@ -281,6 +281,8 @@ class TestByModule:
             ("L['self']._modules['layers']._modules['0']", "layers.0"),
             ("L['fn'].__closure__[0].cell_contents.layers.1", "layers.1"),
             ("L['self']._orig_mod.layers.1", "layers.1"),
+            ("L['self'].layers.0.forward.module().attn", "layers.0.attn"),
+            ("L['self'].layers.0.__dict__['_modules']['mlp'].1", "layers.0.mlp.1"),
         ],
     )
     def test_the_path_in_a_traced_graph(self, text, path):
