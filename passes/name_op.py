@@ -11,9 +11,9 @@ import torch
 @cache
 def name_op() -> Any:
     """Return the op, registered when it is first needed."""
-    library = torch.library.Library("remat", "FRAGMENT")
+    library = torch.library.Library("remat", "FRAGMENT")  # type: ignore[no-untyped-call]
     # Not `name`: `torch.ops.remat.name` is what the namespace itself is called.
-    library.define("named(Tensor x, str name) -> Tensor")
+    library.define("named(Tensor x, str name) -> Tensor")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     return torch.ops.remat.named.default
 

@@ -96,7 +96,7 @@ def _save_ops_by_name(*names: str) -> SaveOps:
 def op_name(op: Any) -> str:
     """Return an op's name, from which `find_op` finds it in any process."""
     if isinstance(op, HigherOrderOperator):
-        return f"higher_order.{op.name()}"
+        return f"higher_order.{op.__name__}"
     return str(op)
 
 

@@ -447,7 +447,8 @@ def _checked_policy(caller: str, policy: Any) -> PolicyFunction:
         )
     if isinstance(policy, type) or policy in _MAKERS:
         raise OptionError(f"{caller}: {policy.__name__} makes a policy when it is called: {policy.__name__}(...)")
-    return policy
+    made: PolicyFunction = policy
+    return made
 
 
 _MAKERS: tuple[Any, ...] = (save_all, recompute_all, save_matmuls, save_ops, save_names, save_all_but_names)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
 from remat.eager import RegionSpec, Selective, is_recomputing, run_region
@@ -132,6 +133,10 @@ class RegionForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward as a region."""
+        if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
+            # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
+            module: Any = self.module()
+            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.spec)
         return _call_region(self.__wrapped__, args, kwargs, self.spec)
 
     def __getstate__(self) -> dict[str, Any]:

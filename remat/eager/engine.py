@@ -105,9 +105,11 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
         return former.refill(args, kwargs, outer)
     contexts = _contexts(spec, debug)
     frame = _open_frame(function, args, kwargs, spec)
-    if outer is not None and outer.task is None and outer.frame is not None:
-        outer.frame.children = outer.frame.children or {}
-        outer.frame.children[number] = weakref.ref(frame)
+    if outer is not None and outer.frame is not None:
+        frame.outer_names = outer.frame.names
+        if outer.task is None:
+            outer.frame.children = outer.frame.children or {}
+            outer.frame.children[number] = weakref.ref(frame)
     local.execution = execution = Execution(frame, replay)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
     pack, unpack = frame.hooks()
@@ -169,6 +171,8 @@ def _generators(reached: Reached, args: Any, kwargs: dict[str, Any]) -> list[Any
 
 def _region_key(function: Any) -> Any:
     """Return what tells regions apart whose first call is looked at more closely."""
+    while isinstance(function, functools.partial):
+        function = function.func
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)

@@ -78,6 +78,7 @@ class Frame:
         "metadata",
         "name",
         "on_error",
+        "outer_names",
         "recompute_context",
         "rng",
         "segment",
@@ -108,6 +109,7 @@ class Frame:
         self.training: list[tuple[str, weakref.ref[Any], bool]] = []
         self.recompute_context: AbstractContextManager[Any] | None = None
         self.children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
+        self.outer_names: tuple[str, ...] = ()  # of the regions around this call
         self.on_error: Callable[[CheckpointError], CheckpointError] | None = None
         self.copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
         self.selective: Selective | None = None
@@ -285,9 +287,14 @@ class Frame:
 
     @property
     def label(self) -> str:
-        """Name the region for a message."""
+        """Name the region for a message, with the regions around it."""
+        return f"region {'/'.join(self.names)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the regions around this one, and its own."""
         name = self.name or getattr(self._function, "__qualname__", None) or type(self._function).__name__
-        return f"region {name}"
+        return (*self.outer_names, name)
 
     def _argument_name(self, index: int) -> str:
         """Name the index-th argument (positional, then keyword) as the function's signature does."""

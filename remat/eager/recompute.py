@@ -22,6 +22,7 @@ from remat.eager.determinism import (
 )
 from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard
+from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import (
     DisableTorchDispatch,
     pop_saved_tensors_hooks,
@@ -145,8 +146,10 @@ class Recomputation:
     def note_surplus(self, tensor: torch.Tensor) -> None:
         """Raise, unless the forward itself is still running and may save this later."""
         if self._frame.forward_done:
-            point = _save_point(sys._getframe(2))
-            first = f"The first tensor too many: {default_metadata(tensor)} at {point}.\n"
+            first = (
+                f"First tensor too many, in {self._frame.label}:\n"
+                f"  recompute: {describe_metadata(default_metadata(tensor))}, saved {_where_am_i(sys._getframe(2))}\n"
+            )
             raise more_error(first, likely_causes(None, self._training(), counts_differ=True))
 
     def note_mismatch(self, index: int, seen: Metadata, caller: Any) -> None:
@@ -158,8 +161,12 @@ class Recomputation:
         frame = self._frame
         if self.num_saved < self.num_needed and frame.forward_done:
             self.forget()
-            first = f"First tensor that is missing: number {self.num_saved}, saved in forward at "
-            first += f"{_save_point_of(frame.where[self.num_saved])}.\n"
+            seen = f"{describe_metadata(frame.metadata[self.num_saved])}, " if frame.metadata else ""
+            first = (
+                f"First tensor that is missing, number {self.num_saved} in {frame.label}:\n"
+                f"  forward:   {seen}saved at {_save_point_of(frame.where[self.num_saved])}\n"
+                f"  recompute: ended before it{self._last_seen()}\n"
+            )
             causes = likely_causes(None, self._training(), counts_differ=True)
             raise fewer_error(len(frame.holders), self.num_saved, first, causes)
         if self._mismatches:
@@ -173,6 +180,11 @@ class Recomputation:
             )
             causes = likely_causes(mismatch, self._training(), counts_differ=False)
             raise metadata_error([m for m, _ in self._mismatches], first, causes)
+
+    def _last_seen(self) -> str:
+        if self.num_saved == 0:
+            return ", without saving any"
+        return f"; the last one that both saved was at {_save_point_of(self._frame.where[self.num_saved - 1])}"
 
     def _training(self) -> list[tuple[str, bool, bool]]:
         found = [(name, module(), before) for name, module, before in self._frame.training]
@@ -211,11 +223,12 @@ def _save_point_of(where: tuple[Any, int]) -> SavePoint:
 
 def _where_am_i(caller: Any) -> str:
     """Say which line, function and modules a Python frame belongs to, innermost first."""
-    modules, frame = [], caller
+    path, names = current_module_path(), []
+    frame = caller
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(module, torch.nn.Module):
-            modules.append(type(module).__name__)
+            names.append(type(module).__name__)
         frame = frame.f_back
-    inside = f" in module {' in '.join(modules)}" if modules else ""
+    inside = f" in module {f'{path}: ' if path else ''}{' in '.join(names)}" if names else ""
     return f"at {_save_point(caller)}{inside}"

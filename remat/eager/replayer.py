@@ -6,11 +6,13 @@ from collections import defaultdict
 from typing import Any
 
 from remat.eager.errors import CheckpointError
+from remat.eager.execution import local
 from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
 from remat.eager.saved import OffloadedEntry, Store
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
+from remat.passes.module_path import current_module_path
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
@@ -68,11 +70,14 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     def _raise_surplus(self, func: Any, key: Any) -> None:
         """Raise for an op that the forward did not run."""
         count = self._store.counts.get(key, 0)
+        running = local.execution
+        frame = running.frame if running is not None else None
+        region = frame.label if frame is not None else "this region"
+        path = current_module_path()
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
-            f"{what} encountered during backward but not found in storage: the forward of this region ran it "
-            f"{count} time(s), and the recomputation runs it once more, {nearest_user_line()}. Likely "
-            f"cause: a "
-            "cache that grew, control flow on data, train and eval mode, or other state that changed in "
-            "between."
+            f"{what} encountered during backward but not found in storage: the forward of {region} ran it "
+            f"{count} time(s), and the recomputation runs it once more, {nearest_user_line()}"
+            f"{f' in module {path}' if path else ''}. Likely cause: a cache that grew, control flow on data, "
+            "train and eval mode, or other state that changed in between."
         )
