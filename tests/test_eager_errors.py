@@ -76,7 +76,6 @@ class TestDivergence:
         message = str(error.value)
         assert "First difference, in region outer/inner:" in message
         assert "in module 1.0: Inner in Sequential in Sequential" in message
-        assert (
         assert "`y.sin() * (torch.ones(2) if is_recomputing() else torch.ones(1))`" in message
 
     def test_a_missing_tensor_is_shown_with_the_last_one_that_both_saved(self):

@@ -29,6 +29,8 @@ class OpFacts:
     is_random: bool
     runs_once: str
     """Why it may not be run again: "a collective" or "an effectful op"; empty for all others."""
+    is_pending: bool
+    """True for a collective, whose result is not there yet when the op returns."""
     is_view: bool
     mutates: tuple[int, ...]
     """Positions of the arguments it changes in place."""
@@ -53,9 +55,11 @@ def op_facts(op: Any) -> OpFacts:
 def _find_facts(op: Any) -> OpFacts:
     if isinstance(op, HigherOrderOperator):
         runs_once = "an effectful op" if facts_of(op).is_effectful else ""
-        return OpFacts(op, False, runs_once, False, (), updates_in_place=False, is_plain=False)
+        return OpFacts(op, False, runs_once, False, False, (), updates_in_place=False, is_plain=False)
     arguments = op._schema.arguments
     mutates = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    if op.namespace == "c10d" and op._schema.name.endswith("_"):
+        mutates = (0,)  # their schemas do not say so
     returns = op._schema.returns
     returns_first = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
     is_random = torch.Tag.nondeterministic_seeded in op.tags
@@ -64,6 +68,7 @@ def _find_facts(op: Any) -> OpFacts:
         op=op,
         is_random=is_random,
         runs_once=runs_once,
+        is_pending=facts_of(op).is_collective and not facts_of(op).is_wait,
         is_view=facts_of(op).is_view,
         mutates=mutates,
         updates_in_place=mutates == (0,) and returns_first,

@@ -124,7 +124,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             assert self.sink.store is not None
             self.sink.store.rng_states[(key, number)] = rng_state
         if not is_recomputed:
-            self._keep((key, number), facts, answer, out)
+            self._keep((key, number), facts, answer, out, args)
         self._ran_a_random_op |= facts.is_random
         if self._makers is not None:
             self._makers.note((key, number), facts, out)
@@ -163,13 +163,15 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         path = current_module_path()
         return f" ({region}{f'module {path}, ' if path else ''}{nearest_user_line()})"
 
-    def _keep(self, key: OpKey, facts: OpFacts, answer: CheckpointPolicy, out: Any) -> None:
+    def _keep(self, key: OpKey, facts: OpFacts, answer: CheckpointPolicy, out: Any, args: Any) -> None:
         if facts.mutates and not facts.updates_in_place:
-            return  # writes to several places: running it again is the only way to have them all
-        entry: AnyEntry = (
-            OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, bool(facts.mutates))
-        )
-        self._add(key, entry)
+            if not facts.runs_once:
+                return  # writes to several places: running it again is the only way to have them all
+            out = ([args[i] for i in facts.mutates if i < len(args)], out)
+        if answer in _OFFLOADS and not facts.is_pending:
+            self._add(key, OffloadedEntry(out))
+        else:
+            self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending))
         self._saved_a_random_op |= facts.is_random
 
     def _add(self, key: OpKey, entry: AnyEntry) -> None:
@@ -273,7 +275,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         key = op_key(func, args)
         number = self._counts[key]
         self._counts[key] = number + 1
-        self._keep((key, number), op_facts(func), CheckpointPolicy.MUST_SAVE, out)
+        self._keep((key, number), op_facts(func), CheckpointPolicy.MUST_SAVE, out, args)
         return out
 
 

@@ -36,9 +36,10 @@ class Entry:
 
     __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
 
-    def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False) -> None:
-        # What an in-place op wrote to may be anything, a buffer say, that others write to later.
-        self._is_copy = is_written and on_mutation is OnMutation.COPY
+    def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False, is_pending: bool = False) -> None:
+        # What an in-place op wrote to may be anything, a buffer say, that others write to later. What a collective is
+        # still writing to cannot be copied yet.
+        self._is_copy = is_written and not is_pending and on_mutation is OnMutation.COPY
         self._value = map_tensors(torch.clone if self._is_copy else alias_of, value)
         # An in-place op's own change is counted only after the mode has returned its output.
         if type(value) is torch.Tensor:
