@@ -19,7 +19,7 @@ from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
 from remat.eager.execution import Execution, local
 from remat.eager.frames import Frame
-from remat.eager.reach import Reached, module_tree, reach
+from remat.eager.reach import generators_of, reach, reach_arguments
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
 from remat.eager.saved import adopt_child, open_segment
@@ -149,24 +149,20 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
     early_stop = early_stop_override.get()
     frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
     reached = reach(function)
+    reach_arguments(range(len(args)), args, reached)
+    if kwargs:
+        reach_arguments(kwargs, kwargs.values(), reached)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
     if is_tracing():
         frame.copies_by_op = True  # so that the graph being traced has them
         return frame  # and nothing of ours: what follows is about values, and there are none
     if spec.preserve_rng_state:
-        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), _generators(reached, args, kwargs))
+        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
     if reached.tensors or reached.modules:
         frame.state = WatchedState(reached, _region_key(function))
         frame.note_training(reached)
     return frame
-
-
-def _generators(reached: Reached, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    found = [*reached.generators, *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator))]
-    for _, module in reached.modules:
-        found.extend(module_tree(module).generators)
-    return found
 
 
 def _region_key(function: Any) -> Any:

@@ -244,13 +244,13 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         """Note where a random op starts, if replaying the ops before it will not lead there."""
         generator = kwargs.get("generator")
         frame = self.sink
-        if generator is not None:
-            if isinstance(frame, Frame) and frame.rng is not None:
-                frame.rng.add_generator(generator)
-            return None
+        if generator is not None and isinstance(frame, Frame) and frame.rng is not None:
+            frame.rng.add_generator(generator)
         may_be_skipped = self._saved_a_random_op or (self._ran_a_random_op and self._makers is not None)
         if not may_be_skipped or (isinstance(frame, Frame) and frame.rng is None):
             return None
+        if generator is not None:
+            return OpRngState.capture_generator(generator)
         return OpRngState.capture(_device_of(args, kwargs))
 
     def note_rng_after(self) -> None:
@@ -260,6 +260,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             assert frame.store is not None
             devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
             frame.store.rng_after = [OpRngState.capture(device) for device in devices]
+            frame.store.rng_after += [OpRngState.capture_generator(g) for g, _ in frame.rng.generators]
 
     def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write the policy's answer into the graph that is being traced, for its partitioner."""
