@@ -161,7 +161,8 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
         frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
     if reached.tensors or reached.modules:
         frame.state = WatchedState(reached, _region_key(function))
-        frame.note_training(reached)
+        if reached.modules:
+            frame.note_training(reached)
     return frame
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from remat.eager.saved import Segment, Store
     from remat.eager.selective import Selective
 
+_MAX_TASKS = 15  # backward passes that are remembered besides the newest
 _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
 
 
@@ -61,61 +61,34 @@ class Holder:
 class Frame:
     """One call of a region, from its forward until backward no longer needs it."""
 
-    __slots__ = (
-        "__weakref__",
-        "_function",
-        "_groups",
-        "_lock",
-        "_tasks",
-        "ambient",
-        "arguments",
-        "check",
-        "children",
-        "copies_by_op",
-        "early_stop",
-        "forward_done",
-        "holders",
-        "metadata",
-        "name",
-        "on_error",
-        "outer_names",
-        "recompute_context",
-        "rng",
-        "segment",
-        "selective",
-        "state",
-        "store",
-        "tail",
-        "training",
-        "where",
-    )
+    # What most calls have nothing of is said once, for the class: setting it up in every call takes time.
+    _groups: weakref.WeakSet[Any] | None = None
+    _tasks: tuple[int, ...] = ()  # backward passes that this was recomputed for
+    arguments: SavedArguments
+    ambient: ambient_settings.Ambient
+    forward_done = False
+    rng: rng.RngSnapshot | None = None
+    state: WatchedState | None = None
+    training: Sequence[tuple[str, weakref.ref[Any], bool]] = ()
+    recompute_context: AbstractContextManager[Any] | None = None
+    children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
+    outer_names: tuple[str, ...] = ()  # of the regions around this call
+    on_error: Callable[[CheckpointError], CheckpointError] | None = None
+    copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
+    selective: Selective | None = None
+    store: Store | None = None  # what a policy saved, known weakly
+    segment: Segment | None = None  # the newest part of it, held only while forward runs
+    tail: Segment | None = None
 
     def __init__(self, function: Any, name: str | None, early_stop: bool, check: MetadataFunction | None) -> None:
         self._function = function
         self._lock = threading.RLock()
-        self._tasks: deque[int] = deque(maxlen=16)  # backward passes that this was recomputed for
-        self._groups: weakref.WeakSet[Any] | None = None
         self.name = name
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
         self.metadata: list[Metadata] = []
         self.where: list[tuple[Any, int]] = []
-        self.forward_done = False
-        self.arguments: SavedArguments
-        self.ambient: ambient_settings.Ambient
-        self.rng: rng.RngSnapshot | None = None
-        self.state: WatchedState | None = None
-        self.training: list[tuple[str, weakref.ref[Any], bool]] = []
-        self.recompute_context: AbstractContextManager[Any] | None = None
-        self.children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
-        self.outer_names: tuple[str, ...] = ()  # of the regions around this call
-        self.on_error: Callable[[CheckpointError], CheckpointError] | None = None
-        self.copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
-        self.selective: Selective | None = None
-        self.store: Store | None = None  # what a policy saved, known weakly
-        self.segment: Segment | None = None  # the newest part of it, held only while forward runs
-        self.tail: Segment | None = None
 
     def note_training(self, reached: Reached) -> None:
         """Remember whether the modules at the top were in train mode, for an error's guess at the cause."""
@@ -178,7 +151,7 @@ class Frame:
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
         if type(task) is int:
-            self._tasks.append(task)
+            self._tasks = (*self._tasks[-_MAX_TASKS:], task)
         else:
             if self._groups is None:
                 self._groups = weakref.WeakSet()

@@ -82,8 +82,8 @@ def reach(function: Any) -> Reached:
 def reach_arguments(names: Iterable[Any], values: Iterable[Any], found: Reached) -> None:
     """Add what arguments lead to; tensors among the arguments themselves are looked after elsewhere."""
     for name, value in zip(names, values, strict=False):
-        kind = kind_of(value)
-        if kind != NOTHING and kind != TENSOR:
+        kind = _kinds.get(type(value))
+        if kind != NOTHING and kind != TENSOR and kind_of(value) != TENSOR:
             _visit(f"argument {name}", value, found, _MAX_DEPTH)
 
 
@@ -105,7 +105,10 @@ def _visit(name: Name, value: Any, found: Reached, depth: int) -> None:
     elif depth > 0 and kind == CONTAINER and len(value) <= _MAX_ITEMS:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            if kind_of(item) != NOTHING:
+            item_kind = _kinds.get(type(item))
+            if item_kind == TENSOR:
+                found.tensors.append(((name, key), item))
+            elif item_kind != NOTHING:
                 _visit((name, key), item, found, depth - 1)
 
 
@@ -136,9 +139,16 @@ def _visit_attributes(obj: Any, found: Reached) -> None:
     """Look for generators among the attributes of an object or class of the user's."""
     if isinstance(obj, type) and obj.__module__.partition(".")[0] in _WITHOUT_GENERATORS:
         return
-    for value in getattr(obj, "__dict__", {}).values():
-        if kind_of(value) == GENERATOR:
-            found.generators.append(value)
+    if not isinstance(obj, type):
+        found.generators += [v for v in getattr(obj, "__dict__", {}).values() if kind_of(v) == GENERATOR]
+        return
+    names = _generators_of_classes.get(obj)
+    if names is None:
+        names = _generators_of_classes[obj] = [n for n, v in vars(obj).items() if kind_of(v) == GENERATOR]
+    found.generators += [v for v in (getattr(obj, n, None) for n in names) if kind_of(v) == GENERATOR]
+
+
+_generators_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 
 def _visit_object(obj: Any, found: Reached, depth: int) -> None:
@@ -156,16 +166,27 @@ def _visit_function(function: types.FunctionType, found: Reached, depth: int) ->
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            _visit(name, value, found, depth)
+            kind = _kinds.get(type(value))
+            if kind == TENSOR:
+                found.tensors.append((name, value))
+            elif kind != NOTHING:
+                _visit(name, value, found, depth)
     variables = function.__globals__
     if function.__module__ is not None and function.__module__.split(".", 1)[0] == "torch":
         return  # torch's own globals hold no user state
     for name in _global_names(code):
         value = variables.get(name)
-        if value is not None and kind_of(value) in _LOOKED_AT_IN_GLOBALS:
-            _visit(name, value, found, depth)
+        if value is not None:
+            kind = _kinds.get(type(value))
+            if kind is None or kind in _LOOKED_AT_IN_GLOBALS:
+                _visit_global(name, value, found, depth)
     if function.__defaults__:
         _visit("default argument", function.__defaults__, found, depth)
+
+
+def _visit_global(name: str, value: Any, found: Reached, depth: int) -> None:
+    if kind_of(value) in _LOOKED_AT_IN_GLOBALS:
+        _visit(name, value, found, depth)
 
 
 @functools.lru_cache(maxsize=4096)
