@@ -134,6 +134,26 @@ class TestSave:
 
         check(save_names("best"), function, x, {}, ["topk.default"])
 
+    def test_another_than_the_first_result_keeps_all_of_them(self, x):
+        def function(x):
+            values, indices = (x * 2).topk(2)
+            name(indices.view(-1), "best")
+            return (values * indices).exp().sin()
+
+        check(save_names("best"), function, x, {}, ["topk.default"])
+        check(save_all_but_names("best"), function, x, {"topk.default": 1}, [])
+
+    @pytest.mark.parametrize("changed", [0, 1])
+    def test_results_changed_before_the_name_are_not_kept_as_they_were(self, changed, x):
+        def function(x):
+            results = torch.var_mean(x.sin(), dim=0)
+            variance, mean = (r.detach() for r in results)
+            (variance, mean)[changed].mul_(3)
+            name(mean, "mean")
+            return (x * variance * mean).exp().sin()
+
+        assert_same_grads(functools.partial(selective, save_names("mean")), function, x)
+
     def test_an_attention_output(self):
         torch.manual_seed(0)
         x = torch.randn(1, 2, 8, 4, requires_grad=True)

@@ -34,9 +34,11 @@ class Made:
 
     def output(self, value: torch.Tensor) -> Any:
         """Return what the op returned, given a value over the same memory; None if that is gone."""
-        first = self._first(value)
+        first = self.first() if self.memory() is not _memory(value) else self._first(value)
         if first is None or self.others is None:
             return first
+        if version_of(first) != self.version:
+            return None
         if tuple(version_of(t) for t in tensors_of(self.others)) != self.other_versions:
             return None
         parts = [first if part is None else part for part in self.others]
@@ -44,6 +46,8 @@ class Made:
 
     def is_shown_whole_by(self, value: torch.Tensor) -> bool:
         """True if a value over the same memory has every element that the op wrote there."""
+        if self.others is not None and self.memory() is not _memory(value):
+            return any(t.numel() == value.numel() for t in tensors_of(self.others) if _memory(t) is _memory(value))
         return not self.layout or (value.numel() == self.layout[0].numel() and value.dtype == self.layout[-1])
 
     def _first(self, value: torch.Tensor) -> torch.Tensor | None:
@@ -58,10 +62,11 @@ class Made:
 class Makers:
     """Every value of a running forward that is still alive, with the op that made it."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_made", "_made_besides")
 
     def __init__(self) -> None:
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, Made] = {}  # by the memory of an op's first result
+        self._made_besides: dict[int, Made] = {}  # by that of its other results, for as long as the first one lives
 
     def note(self, key: OpKey, facts: OpFacts, out: Any) -> None:
         """Remember who made an op's results."""
@@ -82,21 +87,27 @@ class Makers:
     def _add(self, made: Made) -> None:
         memory = made.memory()
         identity = id(memory)
-        table = self._made
+        table, besides = self._made, self._made_besides
+        others = [id(_memory(tensor)) for tensor in tensors_of(made.others)] if made.others is not None else []
 
         def forget(reference: weakref.ref[Any]) -> None:
             known = table.get(identity)
             if known is not None and known.memory is reference:
                 del table[identity]
+                for other in others:
+                    besides.pop(other, None)
 
         made.memory = weakref.ref(memory, forget)
         table[identity] = made
+        besides.update(dict.fromkeys(others, made))
 
     def find(self, value: torch.Tensor) -> Made | None:
         """Return the op that made a value, unless the value was changed since by something unseen."""
         memory = _memory(value)
         made = self._made.get(id(memory))
-        if made is None or made.memory() is not memory or version_of(value) != made.version:
+        if made is None:
+            return self._made_besides.get(id(memory))  # whose memory it holds, and looks at its versions itself
+        if made.memory() is not memory or version_of(value) != made.version:
             return None
         return made
 
