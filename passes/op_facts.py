@@ -212,6 +212,11 @@ def _drops_nothing(op: OpOverload[..., Any], node: fx.Node) -> bool:
     return False
 
 
+def is_matmul(op: Any) -> bool:
+    """True for products of matrices, convolutions and attention, also where they draw random numbers."""
+    return isinstance(op, OpOverload) and op._schema.name in _MATMULS
+
+
 def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
     name = op._schema.name
     is_random = torch.Tag.nondeterministic_seeded in op.tags and name not in _SEEDED and name not in _SEEDS

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 __all__ = [
+    "MODULE_CALL_CODE",
     "AOTInput",
     "AOTOutput",
     "BackwardState",
@@ -124,6 +125,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_faking",
     "is_full_backward",
+    "is_registered_as_effectful",
     "is_sym_node",
     "is_symbol_binding_fx_node",
     "is_tracing",
@@ -161,6 +163,10 @@ def __getattr__(name: str) -> Any:
 
         return custom_graph_pass.CustomPartitionerFn
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+MODULE_CALL_CODE: CodeType = torch.nn.Module._call_impl.__code__
+"""The code that every call of a module runs, whichever class it is of."""
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
@@ -212,6 +218,13 @@ def functional_operators() -> frozenset[HigherOrderOperator]:
 
 def _operators(names: Iterable[str]) -> frozenset[HigherOrderOperator]:
     return frozenset(getattr(torch.ops.higher_order, name) for name in names if hasattr(torch.ops.higher_order, name))
+
+
+def is_registered_as_effectful(op: Any) -> bool:
+    """True for an op that its author has told torch to keep in order, and so not to repeat."""
+    from torch._higher_order_ops.effects import has_effects
+
+    return bool(has_effects(op))
 
 
 def inductor_option_names() -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compat
+from . import compat, policies
+from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Applied",
     "CheckpointPolicy",
     "Decision",
     "InfeasibleCut",
@@ -25,6 +27,7 @@ __all__ = [
     "RematError",
     "VerificationError",
     "__version__",
+    "apply",
     "checkpoint",
     "checkpoint_region",
     "checkpoint_sequential",
@@ -32,6 +35,8 @@ __all__ = [
     "is_recomputing",
     "name",
     "partitioner",
+    "policies",
+    "remove",
 ]
 
 

@@ -7,9 +7,10 @@ Dynamo traces, the operator that carries the region into the graph.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from enum import Enum
 from typing import Any, TypeVar, overload
 
 import torch
@@ -111,8 +112,71 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
 def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
     """Make a module's forward a region; type, parameters, hooks and state_dict keys stay as they are."""
-    module.forward = _mark_function(module.forward, region)
+    module.forward = RegionForward(module, region)
     return module
+
+
+class RegionForward:
+    """The `forward` of a marked module: an attribute of the module that `remove_region` takes away again.
+
+    It knows its module weakly, so that the two do not keep each other alive, and goes along when the module is copied
+    or pickled.
+    """
+
+    def __init__(self, module: nn.Module, region: RegionOptions) -> None:
+        own = module.__dict__.get("forward", _NO_FORWARD)
+        self.__setstate__({"module": module, "region": region, "own": own})
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without a region, bound to its module; what `inspect.signature` looks at."""
+        if self.own is not _NO_FORWARD:
+            return self.own
+        module = self.module()
+        assert module is not None, "the module is gone, and this was its attribute"
+        return type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as a region."""
+        if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
+            # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
+            module: Any = self.module()
+            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.spec)
+        return _call_region(self.__wrapped__, args, kwargs, self.region, self.spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module(), "region": self.region, "own": self.own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module: weakref.ref[nn.Module] = weakref.ref(state["module"])
+        self.region: RegionOptions = state["region"]
+        self.own: Any = state["own"]
+        self.spec = self.region.eager_spec()
+
+
+class _NoForward(Enum):
+    """Says that a module had no `forward` of its own, only its class's."""
+
+    NO_FORWARD = "the class's"
+
+
+_NO_FORWARD = _NoForward.NO_FORWARD
+
+
+def region_of_module(module: nn.Module) -> RegionOptions | None:
+    """Return what was said about a module's region; None if it is not marked."""
+    forward = module.__dict__.get("forward")
+    return forward.region if isinstance(forward, RegionForward) else None
+
+
+def remove_region(module: nn.Module) -> None:
+    """Undo the marking of a module."""
+    forward = module.__dict__["forward"]
+    assert isinstance(forward, RegionForward), "only a marked module has one"
+    if forward.own is _NO_FORWARD:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.own
 
 
 def _call_region(
@@ -121,9 +185,6 @@ def _call_region(
     """Hand a call of marked code to an engine."""
     if torch.compiler.is_dynamo_compiling():
         return operator_of(region)(function, *args, **kwargs)
-    if args and isinstance(args[0], nn.Module) and isinstance(function, FunctionType):
-        # A method: bound to its module, so that the engine knows whose state the region reads and writes.
-        return run_region(MethodType(function, args[0]), args[1:], kwargs, spec)
     return run_region(function, args, kwargs, spec)
 
 

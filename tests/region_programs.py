@@ -46,8 +46,6 @@ class Program:
     counts: str
     eager_counts: str = SAME_COUNTS
     in_bfloat16: bool = False
-    compiled_only: str = ""
-    """Why the eager engine does not run it."""
     is_quick_in_inductor: bool = False
 
     def expected(self, is_eager: bool) -> dict[str, tuple[int, int]]:
@@ -453,7 +451,7 @@ def save_by_work(mark: Mark) -> Any:
     return mark(policy=save_wide_products)(lambda x: narrow(F.gelu(wide(x))).sin()), (x_of(4, 8),)
 
 
-@program("addmm 4+2, gelu 4+4, sin 1+0", compiled_only="`ctx.state` is the compiled half's so far")
+@program("addmm 4+2, gelu 4+4, sin 1+0")
 def save_every_second_product(mark: Mark) -> Any:
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
@@ -511,7 +509,7 @@ def save_named(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     return args[1:] == ("kept",) and str(op).startswith("remat.")
 
 
-@program("addmm 2+1, gelu 2+2, sin 1+0", compiled_only="names are noted by the compiled half only")
+@program("addmm 2+1, gelu 2+2, sin 1+0")
 def named_value(mark: Mark) -> Any:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 

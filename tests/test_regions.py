@@ -78,8 +78,7 @@ def unmarked(function: Any = None, **_: Any) -> Any:
 def cases() -> list[Any]:
     found = []
     for name, program in PROGRAMS.items():
-        engines = [AOT] if program.compiled_only else [EAGER, AOT]
-        found += [pytest.param(program, engine, id=f"{name}-{engine.name}") for engine in engines]
+        found += [pytest.param(program, engine, id=f"{name}-{engine.name}") for engine in (EAGER, AOT)]
         marks = [] if program.is_quick_in_inductor else [pytest.mark.slow]
         found.append(pytest.param(program, INDUCTOR, id=f"{name}-inductor", marks=marks))
     return found
