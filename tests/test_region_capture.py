@@ -282,7 +282,7 @@ def test_random_numbers_are_drawn_anew_if_the_region_says_so() -> None:
     assert not torch.equal(grad, 2 * out)
 
 
-def test_offloaded_value_leaves_forward_as_a_copy() -> None:
+def test_offloaded_value_leaves_forward_as_a_copy(tmp_path: Path) -> None:
     graphs: list[Any] = []
 
     def inner(gm: Any, example_inputs: Any) -> Any:
@@ -292,9 +292,13 @@ def test_offloaded_value_leaves_forward_as_a_copy() -> None:
     policy = lambda ctx, op, *args, **kwargs: (  # noqa: E731
         remat.CheckpointPolicy.MUST_CPU_OFFLOAD if op is aten.addmm.default else PREFER_RECOMPUTE
     )
-    compile_with_remat(Model(policy), inner=inner)(x_of(4, 8)).sum().backward()
+    compile_with_remat(Model(policy), inner=inner, dump=str(tmp_path))(x_of(4, 8)).sum().backward()
     assert "addmm_offloaded" in graphs[0]
     assert "addmm_reloaded" in graphs[1]
+    (file,) = tmp_path.glob("*.json")
+    plan = remat.Plan.from_json(file.read_text())
+    assert [(d.value, d.reason.name) for d in plan.offloaded] == [("addmm", "POLICY_OFFLOAD")]
+    assert "offloaded        1" in plan.summary() and plan.offloaded[0] not in plan.saved
 
 
 def test_names_beat_what_was_said_of_the_op() -> None:
