@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.fx as fx
+
 from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import TICKS_PER_SECOND, Costs
 from .errors import InfeasibleCut
 from .joint_graph import JointGraph, Role
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
+from .offload import is_offloaded
 from .plan import Action, Decision, Plan, module_path, source_line
 from .region_tag import region_fields
 
@@ -118,7 +121,7 @@ def _decision(graph: JointGraph, constraints: Constraints, costs: Costs, i: int,
     return Decision(
         value=node.name,
         op=str(node.target),
-        action=Action.SAVE if choice is Choice.SAVE else Action.RECOMPUTE,
+        action=_action(node, choice),
         reason=_reason(graph, constraints, i, choice),
         num_bytes=costs.num_bytes[i],
         save_seconds=costs.save_ticks[i] / TICKS_PER_SECOND,
@@ -127,6 +130,12 @@ def _decision(graph: JointGraph, constraints: Constraints, costs: Costs, i: int,
         module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
         **region_fields(node),
     )
+
+
+def _action(node: fx.Node, choice: Choice) -> Action:
+    if choice is not Choice.SAVE:
+        return Action.RECOMPUTE
+    return Action.OFFLOAD if is_offloaded(node) else Action.SAVE
 
 
 def _reason(graph: JointGraph, constraints: Constraints, i: int, choice: Choice) -> Reason:

@@ -25,7 +25,7 @@ def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_ou
     returned: Any = output.args[0]
     values = list(returned)
     inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    saved = [k for k in range(num_fwd_outputs, len(values)) if _is_offloaded(values[k])]
+    saved = [k for k in range(num_fwd_outputs, len(values)) if is_offloaded(values[k])]
     for k in saved:
         received = inputs[values[k].name]
         values[k] = _copy_out(forward.graph, values[k])
@@ -36,7 +36,8 @@ def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_ou
         backward.recompile()
 
 
-def _is_offloaded(value: Any) -> bool:
+def is_offloaded(value: Any) -> bool:
+    """True for a value that a policy sends to host memory if it is kept at all."""
     if not isinstance(value, fx.Node) or value.op != "call_function" or tensor_of(value) is None:
         return False
     return policy_of(value) in OFFLOADS

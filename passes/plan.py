@@ -20,6 +20,7 @@ class Action(Enum):
 
     SAVE = "save"
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Plan:
         return tuple(d for d in self.decisions if d.action is Action.RECOMPUTE)
 
     @property
+    def offloaded(self) -> tuple[Decision, ...]:
+        """The values that wait in host memory."""
+        return tuple(d for d in self.decisions if d.action is Action.OFFLOAD)
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes kept from forward to backward, inputs and parameters not counted."""
         return sum(d.num_bytes for d in self.saved)
@@ -108,6 +114,9 @@ class Plan:
             f"  recomputed  {len(self.recomputed):6}  {mebibytes(sum(d.num_bytes for d in self.recomputed))}"
             f"  for {1e3 * self.recompute_seconds:.2f} ms (estimated)",
         ]
+        if self.offloaded:
+            num_bytes = sum(d.num_bytes for d in self.offloaded)
+            lines.append(f"  offloaded   {len(self.offloaded):6}  {mebibytes(num_bytes)}")
         if largest:
             lines.append("largest saved values:")
             width = max(len(d.value) for d in largest)

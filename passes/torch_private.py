@@ -74,7 +74,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
 
 if TYPE_CHECKING:
     import sympy
@@ -152,7 +151,6 @@ __all__ = [
     "tracer",
     "tree_leaves",
     "tree_map",
-    "tree_map_only",
     "without_modes",
 ]
 

@@ -6,6 +6,7 @@ part of the operator's own name, so graphs that differ in any of them are differ
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator as operators
 import re
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
@@ -43,6 +45,8 @@ class RegionOperator(HigherOrderOperator):
         self.region = region
         self.spec = region.eager_spec()
         self.policy = None if region.policy is None else normalise_policy(region.policy)
+        self.codes: dict[CodeType, CodeType] = {}
+        """Copies of the code of broken bodies: Dynamo compiles per code object, and this one is inside the region."""
         self.breaks: dict[str, str] = {}
         """Lines inside the region that could not be captured, with the reason."""
 
@@ -69,7 +73,24 @@ class RegionOperator(HigherOrderOperator):
         """Call code that Dynamo could not capture whole: it compiles the pieces, each of them inside the region."""
         self._warn_of_breaks()
         with _inside(self):
-            return function(*args, **kwargs)
+            return self._own(function)(*args, **kwargs)
+
+    def _own(self, function: Any) -> Any:
+        """The same function over a code object of this operator's."""
+        match function:
+            case FunctionType():
+                code = self.codes.setdefault(function.__code__, function.__code__.replace())
+                own = FunctionType(
+                    code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+                )
+                own.__kwdefaults__ = function.__kwdefaults__
+                own.__dict__.update(function.__dict__)
+                return own
+            case MethodType():
+                return MethodType(self._own(function.__func__), function.__self__)
+            case functools.partial():
+                return functools.partial(self._own(function.func), *function.args, **function.keywords)
+        return function
 
     def note_break(self, line: str, reason: str) -> None:
         """Remember a graph break, to be reported if the program goes on in spite of it."""

@@ -19,7 +19,8 @@ import remat
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    # torch's own, about how Dynamo takes a module apart for torch.export
+    # torch's own: Dynamo looks at `.grad` of what it passes from graph to graph, and takes modules apart for export.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:The tensor attributes? .* assigned during export:UserWarning"),
 ]
 
@@ -150,10 +151,10 @@ def test_policy_is_asked_once_per_op_in_program_order() -> None:
 
 
 class Broken(nn.Module):
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, name: str = "broken") -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.region = remat.checkpoint_region(name="broken", policy=policy)(self.part)
+        self.region = remat.checkpoint_region(name=name, policy=policy)(self.part)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         x = F.gelu(self.first(x)).sin()
@@ -179,6 +180,16 @@ def test_graph_break_keeps_both_sides_compiled_and_the_policy_in_force(tmp_path:
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "graph_break()" in text)
     assert (warning.filename, warning.lineno) == (__file__, line)
     assert f"{__file__}:{line}" in str(warning.message)
+
+
+def test_policy_is_in_force_after_a_graph_break_although_the_code_also_runs_without_a_region(tmp_path: Path) -> None:
+    model = Broken([aten.addmm], "sometimes")  # each region reports a line once
+    compiled = compile_with_remat(lambda x: model.part(x) + model(x) + model.part(x), dump=str(tmp_path))
+    with pytest.warns(UserWarning, match="graph break in region sometimes"):
+        compiled(x_of(4, 8)).sum().backward()
+    plans = [remat.Plan.from_json(file.read_text()) for file in tmp_path.glob("*.json")]
+    regions = [d.region for plan in plans for d in plan.decisions if d.op == "aten.addmm.default"]
+    assert sorted(regions) == ["", "", "sometimes", "sometimes"]
 
 
 def test_graph_break_in_a_bare_region_recomputes_both_sides() -> None:
@@ -282,7 +293,7 @@ def test_random_numbers_are_drawn_anew_if_the_region_says_so() -> None:
     assert not torch.equal(grad, 2 * out)
 
 
-def test_offloaded_value_leaves_forward_as_a_copy() -> None:
+def test_offloaded_value_leaves_forward_as_a_copy(tmp_path: Path) -> None:
     graphs: list[Any] = []
 
     def inner(gm: Any, example_inputs: Any) -> Any:
@@ -292,9 +303,13 @@ def test_offloaded_value_leaves_forward_as_a_copy() -> None:
     policy = lambda ctx, op, *args, **kwargs: (  # noqa: E731
         remat.CheckpointPolicy.MUST_CPU_OFFLOAD if op is aten.addmm.default else PREFER_RECOMPUTE
     )
-    compile_with_remat(Model(policy), inner=inner)(x_of(4, 8)).sum().backward()
+    compile_with_remat(Model(policy), inner=inner, dump=str(tmp_path))(x_of(4, 8)).sum().backward()
     assert "addmm_offloaded" in graphs[0]
     assert "addmm_reloaded" in graphs[1]
+    (file,) = tmp_path.glob("*.json")
+    plan = remat.Plan.from_json(file.read_text())
+    assert [(d.value, d.reason.name) for d in plan.offloaded] == [("addmm", "POLICY_OFFLOAD")]
+    assert "offloaded        1" in plan.summary() and plan.offloaded[0] not in plan.saved
 
 
 def test_names_beat_what_was_said_of_the_op() -> None:
