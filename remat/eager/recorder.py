@@ -127,7 +127,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             self._keep((key, number), facts, answer, out, args)
         self._ran_a_random_op |= facts.is_random
         if self._makers is not None:
-            self._makers.note((key, number), facts, out)
+            self._makers.note((key, number), facts, out, answer is CheckpointPolicy.MUST_SAVE)
         if self._answer_for is not None and facts.is_plain and answer not in _OFFLOADS:
             self._known[key] = answer not in _RECOMPUTES
         return out
@@ -201,6 +201,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if answer is CheckpointPolicy.MUST_RECOMPUTE:
             if made.facts.runs_once:
                 raise self._must_run_once(made.facts, f"{name!r}, the result of {made.facts.op}")
+            if made.others is not None and made.must_be_saved:
+                raise self._contradiction(made.facts.op, name)
             if made.is_shown_whole_by(value):
                 self._drop(made.key)
             return
@@ -209,6 +211,13 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         reference = self.sink.store.entries.get(made.key)
         if reference is None or type(reference()) is not kind:
             self._keep_made(made, answer, value)
+
+    def _contradiction(self, op: Any, name: str) -> PolicyError:
+        return PolicyError(
+            f"the policy {policy_name(self.policy)} says MUST_SAVE for {op} and MUST_RECOMPUTE for {name!r}, one of its "
+            f"results, but an op with several results is kept or run again whole. Return PREFER_SAVE for the op, or no "
+            f"MUST_RECOMPUTE for the name.{self._place()}"
+        )
 
     def _keep_made(self, made: Made, answer: CheckpointPolicy, value: torch.Tensor) -> None:
         out = made.output(value)
