@@ -214,8 +214,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _contradiction(self, op: Any, name: str) -> PolicyError:
         return PolicyError(
-            f"the policy {policy_name(self.policy)} says MUST_SAVE for {op} and MUST_RECOMPUTE for {name!r}, one of its "
-            f"results, but an op with several results is kept or run again whole. Return PREFER_SAVE for the op, or no "
+            f"the policy {policy_name(self.policy)} says MUST_SAVE for {op} and MUST_RECOMPUTE for {name!r}, one of "
+            f"its results, but an op with several is kept or run again whole. Return PREFER_SAVE for the op, or no "
             f"MUST_RECOMPUTE for the name.{self._place()}"
         )
 
