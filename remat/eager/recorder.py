@@ -51,6 +51,9 @@ from remat.passes.torch_private import (
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 
 
+_UNBOUND = LooseSink()  # nothing is kept there
+
+
 class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     """Ask the policy about every op of a forward, and keep what it wants saved."""
 
@@ -59,29 +62,49 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
-        self.sink: Sink = sink if sink is not None else LooseSink()
         self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
-        if self.sink.store is None:
-            self.sink.store = Store()
-        self._counts = self.sink.store.counts
         # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
         self._known: dict[int, bool] = getattr(policy, "known", {})
+        self._reads_names: bool = getattr(policy, "reads_names", True)
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
+        self.sink: Sink = _UNBOUND
+        if sink is not None:
+            self.bind(sink)
+
+    def bind(self, sink: Sink) -> Recorder:
+        """Put what is kept into a sink from now on."""
+        self.sink = sink
+        if sink.store is None:
+            sink.store = Store()
+        self._counts = sink.store.counts
         self._entries: list[weakref.ref[AnyEntry]] = []
         self._saved_a_random_op = self._ran_a_random_op = False
         # Who made which value matters only to policies that speak of names, as any function may.
-        self._makers = Makers() if getattr(policy, "reads_names", True) else None
+        self._makers = Makers() if self._reads_names else None
         self._state: dict[Any, Any] = {}  # of the policy, for this call of the region
+        return self
+
+    @property
+    def is_bound(self) -> bool:
+        """True from the start of a forward until its end."""
+        return self.sink is not _UNBOUND
+
+    def __enter__(self) -> Recorder:
+        if self.sink is _UNBOUND:
+            self.bind(LooseSink())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def release(self) -> None:
         """Let go of the frame, after its forward."""
-        self.sink = LooseSink()
+        self.sink = _UNBOUND
 
     @property
     def storage(self) -> dict[Any, dict[int, Any]]:
         """What was kept so far, by op and number."""
         found: dict[Any, dict[int, Any]] = {}
-        assert self.sink.store is not None
+        if self.sink.store is None:
+            return found
         for (key, number), reference in self.sink.store.entries.items():
             entry = reference()
             if entry is not None and key in known_facts:
@@ -179,6 +202,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         segment = open_segment(self.sink)
         segment.items.append(entry)
         segment.store.entries[key] = reference
+        segment.store.has_offloaded |= type(entry) is OffloadedEntry
         self._entries.append(reference)
 
     # ------------------------------------------------------------------------------------------------- names
