@@ -6,10 +6,12 @@ Here is the eager half. `_call_region` is the joint: the one place where a call 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -19,6 +21,7 @@ from remat.eager import RegionSpec, Selective, is_recomputing, run_region
 from remat.eager.determinism import find_determinism_check
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
+from remat.passes.torch_private import MODULE_CALL_CODES
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -137,7 +140,15 @@ class RegionForward:
             # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
             module: Any = self.module()
             return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.spec)
-        return _call_region(self.__wrapped__, args, kwargs, self.spec)
+        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.spec)
+
+    def _forward_of_caller(self, frame: FrameType) -> Any:
+        """Return the forward of the module that is being called: a shallow copy has this object too."""
+        if self.own is _NO_FORWARD and frame.f_code in MODULE_CALL_CODES:
+            module = frame.f_locals["self"]
+            if module.__dict__.get("forward") is self:
+                return type(module).forward.__get__(module)
+        return self.__wrapped__
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module(), "region": self.region, "own": self.own}
