@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODULE_CALL_CODE",
+    "MODULE_CALL_CODES",
     "AOTInput",
     "AOTOutput",
     "BackwardState",
@@ -165,6 +166,12 @@ def __getattr__(name: str) -> Any:
 
 MODULE_CALL_CODE: CodeType = torch.nn.Module._call_impl.__code__
 """The code that every call of a module runs, whichever class it is of."""
+
+MODULE_CALL_CODES: tuple[CodeType, ...] = (
+    MODULE_CALL_CODE,
+    *(constant for constant in MODULE_CALL_CODE.co_consts if isinstance(constant, CodeType)),
+)
+"""That code, and the function inside it that calls `forward` where there are hooks."""
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

@@ -227,7 +227,7 @@ def save_names(*names: str) -> PolicyFunction:
 def save_all_but_names(*names: str) -> PolicyFunction:
     """Keep everything but the values with one of these names, which are recomputed."""
     checked = _checked_names("save_all_but_names", names)
-    return _ByName("save_all_but_names", checked, CheckpointPolicy.MUST_RECOMPUTE, otherwise=_MUST_SAVE)
+    return _ByName("save_all_but_names", checked, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_SAVE)
 
 
 def offload_names(*names: str) -> PolicyFunction:

@@ -7,10 +7,12 @@ Dynamo traces, the operator that carries the region into the graph.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,7 +23,7 @@ from remat.eager import RegionSpec, Selective, is_recomputing, run_region
 from remat.eager.determinism import find_determinism_check
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
-from remat.passes.torch_private import constant_in_graphs
+from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -142,7 +144,17 @@ class RegionForward:
             # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
             module: Any = self.module()
             return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.spec)
-        return _call_region(self.__wrapped__, args, kwargs, self.region, self.spec)
+        if torch.compiler.is_dynamo_compiling():
+            return _call_region(self.own, args, kwargs, self.region, self.spec)
+        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.spec)
+
+    def _forward_of_caller(self, frame: FrameType) -> Any:
+        """Return the forward of the module that is being called: a shallow copy has this object too."""
+        if self.own is _NO_FORWARD and frame.f_code in MODULE_CALL_CODES:
+            module = frame.f_locals["self"]
+            if module.__dict__.get("forward") is self:
+                return type(module).forward.__get__(module)
+        return self.__wrapped__
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module(), "region": self.region, "own": self.own}

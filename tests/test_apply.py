@@ -281,6 +281,22 @@ class TestCopies:
         assert all(region_of_module(layer) is not None for layer in model.layers)
 
 
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_a_shallow_copy_runs_itself(has_hooks, model, x):
+    layer = model.layers[0]
+    if has_hooks:
+        layer.register_forward_hook(lambda module, args, out: None)
+    remat.apply(model, "layers.0")
+    twin = copy.copy(layer)
+    twin.calls = 10
+    twin._modules = {"attn": layer.attn, "mlp": nn.Identity()}  # as a replica for another device has its own
+    expected = layer.attn(x).sin()
+    out = twin(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert (layer.calls, twin.calls) == (0, 12)
+
+
 def test_a_marked_model_dies_without_garbage_collection(x):
     model = Net()
     remat.apply(model, "layers.*")

@@ -235,6 +235,12 @@ class TestRecompute:
         check(save_all_but_names("cheap"), function, x, {"mm.default": 1}, ["sin.default"])
         check(save_all_but_names("other"), function, x, {}, ["mm.default", "sin.default"])
 
+    def test_must_save_of_an_op_and_must_recompute_of_one_of_its_results_contradict_each_other(self, x):
+        policy = lambda ctx, op, *args, **kwargs: MUST_RECOMPUTE if op is name_op() else MUST_SAVE  # noqa: E731
+        function = lambda x: name((x * 2).topk(2)[0], "best").exp()  # noqa: E731
+        with pytest.raises(PolicyError, match=r"MUST_SAVE for aten.topk.default and MUST_RECOMPUTE for 'best'.*region"):
+            selective(policy, function, x)
+
     def test_a_part_of_a_value_does_not_drop_the_whole(self, x):
         function = lambda x: (name((x @ x)[:2], "part") @ x).sin().exp()  # noqa: E731
         check(save_all_but_names("part"), function, x, {}, ["mm.default"])

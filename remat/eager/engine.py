@@ -214,6 +214,9 @@ def _attach_contexts(
         # An outer region is being run again: what this call's own forward saved is not computed a second
         # time.
         execution.mode = Replayer(replay.store)
+    elif isinstance(forward, Recorder) and not forward.is_bound:
+        open_segment(frame)
+        execution.mode = forward.bind(frame)
     else:
         open_segment(frame)
         execution.mode = selective.recorder(frame)

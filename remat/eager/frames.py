@@ -48,14 +48,13 @@ _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tenso
 
 
 class Holder:
-    """What autograd keeps in place of a tensor: room for its recomputed value, per backward pass."""
+    """What autograd keeps in place of a tensor: room for its recomputed value, per backward pass.
 
-    __slots__ = ("__weakref__", "index", "segment", "values")
+    There is one per saved tensor, made in forward, so what it starts with is said for the class.
+    """
 
-    def __init__(self, index: int, segment: Segment | None) -> None:
-        self.index = index
-        self.segment = segment  # keeps alive what a policy saved before this point, and nothing saved after it
-        self.values: dict[Any, torch.Tensor] | None = None
+    segment: Segment | None = None  # keeps alive what a policy saved before this point, and nothing saved after it
+    values: dict[Any, torch.Tensor] | None = None
 
 
 class Frame:
@@ -97,14 +96,15 @@ class Frame:
     def hooks(self) -> tuple[Callable[[torch.Tensor], Holder], Callable[[Holder], torch.Tensor]]:
         """Return the pack and unpack hooks of the forward."""
         add_holder, add_metadata, add_where = self.holders.append, self.metadata.append, self.where.append
-        holders, check, ref, getframe = self.holders, self.check, weakref.ref, sys._getframe
+        check, ref, getframe = self.check, weakref.ref, sys._getframe
         frame = self
 
         def pack(tensor: torch.Tensor) -> Holder:
+            holder = Holder()
             segment = frame.segment
             if segment is not None:
                 segment.is_taken = True
-            holder = Holder(len(holders), segment)
+                holder.segment = segment
             add_holder(ref(holder))
             caller = getframe(1)
             add_where((caller.f_code, caller.f_lasti))

@@ -31,6 +31,8 @@ class Made:
     others: Any = None
     """The results of an op with several, as aliases, with None in place of the first tensor."""
     other_versions: tuple[int, ...] = ()
+    must_be_saved: bool = False
+    """Whether the policy said MUST_SAVE of the op."""
 
     def output(self, value: torch.Tensor) -> Any:
         """Return what the op returned, given a value over the same memory; None if that is gone."""
@@ -68,7 +70,7 @@ class Makers:
         self._made: dict[int, Made] = {}  # by the memory of an op's first result
         self._made_besides: dict[int, Made] = {}  # by that of its other results, for as long as the first one lives
 
-    def note(self, key: OpKey, facts: OpFacts, out: Any) -> None:
+    def note(self, key: OpKey, facts: OpFacts, out: Any, must_be_saved: bool = False) -> None:
         """Remember who made an op's results."""
         if facts.is_view or (facts.mutates and not facts.updates_in_place):
             return  # a view leads to what it views; several places written at once cannot be given back
@@ -82,7 +84,7 @@ class Makers:
             others: Any = [None, *(map_tensors(alias_of, x) for x in out[1:])]
             others = others if isinstance(out, list) else tuple(others)
             versions = tuple(version_of(t) for t in tensors[1:])
-            self._add(Made(key, facts, *_identify(tensors[0]), version_of(tensors[0]), others, versions))
+            self._add(Made(key, facts, *_identify(tensors[0]), version_of(tensors[0]), others, versions, must_be_saved))
 
     def _add(self, made: Made) -> None:
         memory = made.memory()

@@ -83,7 +83,7 @@ class Recomputation:
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
         self.num_saved = 0
-        self.num_needed = len(frame.holders) if only is None else only.index + 1
+        self.num_needed = len(frame.holders) if only is None else _index_of(only, frame.holders) + 1
         if only is None and self._stops:
             holders = frame.holders
             while self.num_needed > 0 and holders[self.num_needed - 1]() is None:
@@ -204,6 +204,10 @@ class Recomputation:
                 _forget(frame, task)
 
         queue_after_backward(forget)
+
+
+def _index_of(holder: Holder, holders: list[weakref.ref[Holder]]) -> int:
+    return next(i for i, reference in enumerate(holders) if reference() is holder)
 
 
 def _forget(frame: Frame, task: Any) -> None:

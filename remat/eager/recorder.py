@@ -51,6 +51,9 @@ from remat.passes.torch_private import (
 _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 
 
+_UNBOUND = LooseSink()  # nothing is kept there
+
+
 class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     """Ask the policy about every op of a forward, and keep what it wants saved."""
 
@@ -59,29 +62,49 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
-        self.sink: Sink = sink if sink is not None else LooseSink()
         self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
-        if self.sink.store is None:
-            self.sink.store = Store()
-        self._counts = self.sink.store.counts
         # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
         self._known: dict[int, bool] = getattr(policy, "known", {})
+        self._reads_names: bool = getattr(policy, "reads_names", True)
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
+        self.sink: Sink = _UNBOUND
+        if sink is not None:
+            self.bind(sink)
+
+    def bind(self, sink: Sink) -> Recorder:
+        """Put what is kept into a sink from now on."""
+        self.sink = sink
+        if sink.store is None:
+            sink.store = Store()
+        self._counts = sink.store.counts
         self._entries: list[weakref.ref[AnyEntry]] = []
         self._saved_a_random_op = self._ran_a_random_op = False
         # Who made which value matters only to policies that speak of names, as any function may.
-        self._makers = Makers() if getattr(policy, "reads_names", True) else None
+        self._makers = Makers() if self._reads_names else None
         self._state: dict[Any, Any] = {}  # of the policy, for this call of the region
+        return self
+
+    @property
+    def is_bound(self) -> bool:
+        """True from the start of a forward until its end."""
+        return self.sink is not _UNBOUND
+
+    def __enter__(self) -> Recorder:
+        if self.sink is _UNBOUND:
+            self.bind(LooseSink())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def release(self) -> None:
         """Let go of the frame, after its forward."""
-        self.sink = LooseSink()
+        self.sink = _UNBOUND
 
     @property
     def storage(self) -> dict[Any, dict[int, Any]]:
         """What was kept so far, by op and number."""
         found: dict[Any, dict[int, Any]] = {}
-        assert self.sink.store is not None
+        if self.sink.store is None:
+            return found
         for (key, number), reference in self.sink.store.entries.items():
             entry = reference()
             if entry is not None and key in known_facts:
@@ -127,7 +150,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             self._keep((key, number), facts, answer, out, args)
         self._ran_a_random_op |= facts.is_random
         if self._makers is not None:
-            self._makers.note((key, number), facts, out)
+            self._makers.note((key, number), facts, out, answer is CheckpointPolicy.MUST_SAVE)
         if self._answer_for is not None and facts.is_plain and answer not in _OFFLOADS:
             self._known[key] = answer not in _RECOMPUTES
         return out
@@ -179,6 +202,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         segment = open_segment(self.sink)
         segment.items.append(entry)
         segment.store.entries[key] = reference
+        segment.store.has_offloaded |= type(entry) is OffloadedEntry
         self._entries.append(reference)
 
     # ------------------------------------------------------------------------------------------------- names
@@ -201,6 +225,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if answer is CheckpointPolicy.MUST_RECOMPUTE:
             if made.facts.runs_once:
                 raise self._must_run_once(made.facts, f"{name!r}, the result of {made.facts.op}")
+            if made.others is not None and made.must_be_saved:
+                raise self._contradiction(made.facts.op, name)
             if made.is_shown_whole_by(value):
                 self._drop(made.key)
             return
@@ -209,6 +235,13 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         reference = self.sink.store.entries.get(made.key)
         if reference is None or type(reference()) is not kind:
             self._keep_made(made, answer, value)
+
+    def _contradiction(self, op: Any, name: str) -> PolicyError:
+        return PolicyError(
+            f"the policy {policy_name(self.policy)} says MUST_SAVE for {op} and MUST_RECOMPUTE for {name!r}, one of "
+            f"its results, but an op with several is kept or run again whole. Return PREFER_SAVE for the op, or no "
+            f"MUST_RECOMPUTE for the name.{self._place()}"
+        )
 
     def _keep_made(self, made: Made, answer: CheckpointPolicy, value: torch.Tensor) -> None:
         out = made.output(value)

@@ -23,7 +23,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
         super().__init__()
         self._owner = owner  # keeps the values alive where no frame does
-        self._use(store if store is not None else Store())
+        if owner is None:
+            self._use(store if store is not None else Store())
 
     def _use(self, store: Store) -> None:
         self._store = store
@@ -33,9 +34,10 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         self._limits = {key: count for key, count in store.counts.items() if key not in kept}
 
     def __enter__(self) -> Replayer:
-        if self._owner is not None and self._owner.sink.store is not None:
-            self._use(self._owner.sink.store)
-        self._prefetch()
+        if self._owner is not None:
+            self._use(self._owner.sink.store or Store())
+        if self._store.has_offloaded:
+            self._prefetch()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -114,12 +114,13 @@ OpKey = tuple[Any, int]
 class Store:
     """What one forward of a region saved: counts for matching, values known weakly."""
 
-    __slots__ = ("children", "counts", "entries", "rng_after", "rng_states")
+    __slots__ = ("children", "counts", "entries", "has_offloaded", "rng_after", "rng_states")
 
     def __init__(self) -> None:
         self.counts: defaultdict[Any, int] = defaultdict(int)
         self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
         self.rng_states: dict[OpKey, OpRngState] = {}
+        self.has_offloaded = False
         self.rng_after: list[OpRngState] = []
         self.children: dict[int, weakref.ref[Segment]] = {}
 
