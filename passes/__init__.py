@@ -1,5 +1,6 @@
 """Pure graph work: a joint FX graph in, a plan and two FX graphs out. In data-flow order:
 
+    ports           a stand-in for what leaves a region, which the outside reads (region_tag: what nodes say of regions)
     joint_graph     who computes what, on which side it may run, what backward needs
     constraints     what may be saved, what may be recomputed, and why not
     cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
@@ -7,8 +8,10 @@
     schedule        the order of backward, each recomputation just before its first reader
     extract         forward and backward as graphs; rng replays random ops
     verify          plans and graphs checked against the rules, always
+    offload         saved values that wait in host memory
     partition       the pipeline above, on one screen
 
-Shared by all: op_facts (what is known of operators), errors, fingerprint (cache keys), torch_private (every
-private import). Nothing here knows decorators, `torch.compile` or global settings.
+Shared by all: op_facts (what is known of operators), policy, name_op, source (where a node comes from), errors,
+fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators, `torch.compile` or
+global settings.
 """

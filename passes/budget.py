@@ -18,9 +18,9 @@ from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .joint_graph import Role
 from .ladder import ladder
-from .plan import source_line
 from .schedule import Schedule, schedule_backward
 from .simulate import Simulation, simulate
+from .source import source_line
 from .storage import Storages
 
 ROUNDS_TO_MINIMUM = 6

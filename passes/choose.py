@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import torch.fx as fx
+
 from .budget import Budget, Offer, Planner
 from .constraints import Reason, base_is_viewed
 from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph
+from .offload import is_offloaded
 from .plan import Action, Decision, Plan, PredictedPeak, module_path, source_line
+from .region_tag import region_fields
 from .schedule import Schedule
 from .simulate import Simulation
 from .storage import Storages
@@ -100,7 +104,7 @@ def _decision(problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int
     return Decision(
         value=node.name,
         op=str(node.target),
-        action=Action.SAVE if is_saved else Action.RECOMPUTE,
+        action=_action(node, is_saved),
         reason=_reason(problem, v, is_saved),
         num_bytes=costs.num_bytes[i],
         save_seconds=costs.save_ticks[i] / TICKS_PER_SECOND,
@@ -108,7 +112,14 @@ def _decision(problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int
         num_recomputes=repeats[i],
         source=source_line(node.stack_trace or ""),
         module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
+        **region_fields(node),
     )
+
+
+def _action(node: fx.Node, is_saved: bool) -> Action:
+    if not is_saved:
+        return Action.RECOMPUTE
+    return Action.OFFLOAD if is_offloaded(node) else Action.SAVE
 
 
 def _reason(problem: FlowProblem, v: int, is_saved: bool) -> Reason:

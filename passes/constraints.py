@@ -17,8 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .joint_graph import (
     FORWARD_SIDE,
-    POLICY_TAG,
-    REGION_TAG,
     JointGraph,
     Role,
     output_descriptors,
@@ -27,6 +25,9 @@ from .joint_graph import (
     whole_descriptor,
 )
 from .op_facts import facts_of
+from .policy import OFFLOADS, RECOMPUTES, PolicyError
+from .region_tag import REGION_TAG, is_port, policy_of, region_of, region_of_formula
+from .source import source_line
 from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
 
 
@@ -40,7 +41,8 @@ class Reason(Enum):
     NOT_A_TENSOR = "not a tensor; its parts are saved instead"
     POLICY_SAVE = "policy says save"
     POLICY_RECOMPUTE = "policy says recompute"
-    REGION_OUTPUT = "leaves its checkpointed region for another one"
+    POLICY_OFFLOAD = "policy says offload"
+    REGION_OUTPUT = "leaves its region; the outside needs it"
     HOLDS_SEED = "holds the random seed that recomputation replays"
     COLLECTIVE = "collective op, runs once"
     PENDING_COLLECTIVE = "result of a collective that has not been waited for"
@@ -138,7 +140,7 @@ def _cannot_recompute(
 
 def _runs_twice(graph: JointGraph, i: int) -> bool:
     """True if recomputing would repeat what forward did, and nobody insists on that."""
-    return graph.roles[i] is Role.FORWARD and _policy_of(graph.nodes[i]) is not CheckpointPolicy.MUST_RECOMPUTE
+    return graph.roles[i] is Role.FORWARD and policy_of(graph.nodes[i]) is not CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _reads_layout(graph: JointGraph, i: int, tainted: set[int]) -> bool:
@@ -153,20 +155,75 @@ def _reads_layout(graph: JointGraph, i: int, tainted: set[int]) -> bool:
 
 def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None]) -> Constraint:
     """Add what the region's policy asks for. PREFER_RECOMPUTE yields where an op cannot be run again."""
-    node, policy = graph.nodes[i], _policy_of(graph.nodes[i])
+    node, policy = graph.nodes[i], policy_of(graph.nodes[i])
+    if is_port(node):
+        kept_anyway = (base := found[graph.inputs[i][0]]) is not None and base.no_save is None
+        return by_nature if kept_anyway else replace(by_nature, no_recompute=Reason.REGION_OUTPUT)
     if policy is None:
-        is_free_to_choose = graph.roles[i] is Role.EITHER and by_nature.no_recompute is None
-        asked = is_free_to_choose and _reads_recomputed(graph, i, found)
-        return replace(by_nature, no_save=Reason.POLICY_RECOMPUTE) if asked else by_nature
+        return _of_formula(graph, i, by_nature, found)
     if policy is CheckpointPolicy.MUST_RECOMPUTE:
+        if by_nature.no_recompute in _RUN_ONCE and region_of(node) is not None:
+            raise _contradiction(node, by_nature.no_recompute)
         return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
     if policy is not CheckpointPolicy.PREFER_RECOMPUTE:
-        return replace(by_nature, no_recompute=by_nature.no_recompute or Reason.POLICY_SAVE)
+        return _kept(graph, i, by_nature, policy, found)
     if by_nature.no_recompute is not None:
         return by_nature
-    if _leaves_region(node):
+    if region_of(node) is None and _leaves_region(node):
         return replace(by_nature, no_recompute=Reason.REGION_OUTPUT)
     return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
+
+
+def _of_formula(graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None]) -> Constraint:
+    """Keep what only a backward formula needs out of forward, if the formula's op is in a region."""
+    if graph.roles[i] is not Role.EITHER or by_nature.no_recompute is not None:
+        return by_nature
+    asked = region_of_formula(graph.nodes[i]) is not None or _reads_recomputed(graph, i, found)
+    return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE) if asked else by_nature
+
+
+def _kept(
+    graph: JointGraph,
+    i: int,
+    by_nature: Constraint,
+    policy: CheckpointPolicy,
+    found: Sequence[Constraint | None],
+) -> Constraint:
+    """Save what a policy wants saved; a view of a saved value or of an input is there without that."""
+    if base_is_viewed(graph, i) and by_nature.no_recompute is None:
+        base = found[base_of(graph, i)]
+        if base is not None and (base.is_free or base.no_recompute in (Reason.POLICY_SAVE, Reason.POLICY_OFFLOAD)):
+            return by_nature
+    reason = Reason.POLICY_OFFLOAD if policy in OFFLOADS else Reason.POLICY_SAVE
+    return replace(by_nature, no_recompute=by_nature.no_recompute or reason)
+
+
+def _contradiction(node: fx.Node, reason: Reason) -> PolicyError:
+    return PolicyError(
+        f"the policy{_asked_by(node)} says MUST_RECOMPUTE for `{node.name}` ({node.target}), which it cannot be: "
+        f"{reason.value}. Return PREFER_RECOMPUTE for this op, or take it out of the region."
+    )
+
+
+def _asked_by(node: fx.Node) -> str:
+    """Which policy, in which region, on which line, as far as it is known."""
+    region, source = region_of(node), source_line(node.stack_trace or "")
+    parts = [
+        f" {region.policy} of region {region.path}" if region is not None else "",
+        f" at {source}" if source else "",
+    ]
+    return "".join(parts)
+
+
+def explain_policy(node: fx.Node) -> str:
+    """Say whose answer holds for a node; nothing where no region of ours is around."""
+    region, policy = region_of(node), policy_of(node)
+    if region is None or policy is None:
+        return ""
+    return f"in region {region.path}, where the policy {region.policy or 'of a bare region'} says {policy.name}"
+
+
+_RUN_ONCE = (Reason.COLLECTIVE, Reason.EFFECTFUL)
 
 
 def _reads_recomputed(graph: JointGraph, i: int, found: Sequence[Constraint | None]) -> bool:
@@ -175,22 +232,11 @@ def _reads_recomputed(graph: JointGraph, i: int, found: Sequence[Constraint | No
     return any(c is not None and c.no_save is Reason.POLICY_RECOMPUTE for c in inputs)
 
 
-def _policy_of(node: fx.Node) -> CheckpointPolicy | None:
-    """The policy a node was traced under; the parts of a tuple go with the op that made it."""
-    policy: CheckpointPolicy | None = node.meta.get(POLICY_TAG)
-    if policy is None and node.target is operator.getitem:
-        return _policy_of(node.all_input_nodes[0])
-    return policy
-
-
 def _leaves_region(node: fx.Node) -> bool:
-    """True if a later checkpointed region starts from this value, which then belongs to the outside."""
+    """True if a later checkpointed region of torch's starts from this value, which then belongs to the outside."""
     region = node.meta.get(REGION_TAG)
-    later = [user for user in node.users if _policy_of(user) in _RECOMPUTE]
+    later = [user for user in node.users if policy_of(user) in RECOMPUTES]
     return region is not None and any(user.meta.get(REGION_TAG, region) > region for user in later)
-
-
-_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 # -------------------------------------------------------------------------------------------------- effects

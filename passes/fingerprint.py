@@ -8,8 +8,12 @@ import hashlib
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
+
+from .torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _VERSIONED = frozenset({"torch", "numpy", "sympy", "networkx", "remat", *sys.stdlib_module_names})
 """Packages whose content changes only with a version that is in every key, or with Python's own."""
@@ -30,7 +34,7 @@ def _describe(value: Any, above: tuple[int, ...]) -> Iterator[str]:
         yield "cycle"
     elif value is None or isinstance(value, (str, bytes, int, float, complex, bool)):
         yield f"{type(value).__name__} {value!r}"
-    elif _is_versioned(value):
+    elif _is_versioned(value) and not isinstance(value, OpOverload):  # whose name leaves out which overload it is
         yield f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, ModuleType):
         yield f"module {value.__name__}" if value.__name__.split(".")[0] in _VERSIONED else _unknown(value)
@@ -73,6 +77,13 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from value.items()
         case set() | frozenset():
             yield from sorted(repr(item) for item in value)
+        case OpOverload() | OpOverloadPacket() | HigherOrderOperator():
+            yield str(value)
+        case Enum():
+            yield (type(value).__module__, type(value).__qualname__, value.name)
+        case _ if is_dataclass(value) and _is_versioned(type(value)):
+            yield (type(value).__module__, type(value).__qualname__)
+            yield from ((f.name, getattr(value, f.name)) for f in fields(value) if f.compare)
         case _:
             yield _unknown(value)
 

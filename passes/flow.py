@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .constraints import Constraint, Constraints, Reason, base_is_viewed
+from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import Costs
 from .errors import InfeasibleCut
 from .joint_graph import JointGraph
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
-from .plan import source_line
+from .source import source_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,9 @@ def _explain(problem: FlowProblem, found: Contradiction) -> str:
     ]
     if found.chain:
         lines.append("it is needed to recompute " + ", ".join(f"`{graph.nodes[bases[v]].name}`" for v in found.chain))
-    source = source_line(node.stack_trace or "")
+    asked, source = explain_policy(node), source_line(node.stack_trace or "")
+    if asked:
+        lines.append(asked)
     if source:
         lines.append(f"at {source}")
     lines.append(

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .op_facts import OpFacts, facts_of
+from .op_facts import OpFacts, facts_of, facts_of_call
+from .region_tag import POLICY_TAG, REGION_TAG, region_of
 from .torch_private import (
     AOTInput,
     AOTOutput,
@@ -36,12 +37,6 @@ from .torch_private import (
 
 PARTITIONER_TAG = "partitioner_tag"
 """`node.meta` key under which AOTAutograd says which half traced a node."""
-
-POLICY_TAG = "recompute"
-"""`node.meta` key of the checkpoint policy that torch's region carriers write."""
-
-REGION_TAG = "ac_graph_id"
-"""`node.meta` key of the checkpointed region that a node was traced in."""
 
 
 class Role(Enum):
@@ -97,7 +92,7 @@ class JointGraph:
         outputs = _leaves(output.args[0])
         if not 0 <= num_fwd_outputs <= len(outputs):
             raise ValueError(f"num_fwd_outputs={num_fwd_outputs}, but the joint graph has {len(outputs)} outputs")
-        facts = tuple(facts_of(n.target) if n.op == "call_function" else None for n in nodes)
+        facts = tuple(facts_of_call(n) if n.op == "call_function" else None for n in nodes)
         index = {node: i for i, node in enumerate(nodes)}
         same_as = _number_values(nodes, facts, index, [o for o in outputs if isinstance(o, fx.Node)])
         inputs = tuple(_distinct_inputs(node, index, same_as) for node in nodes)
@@ -240,6 +235,7 @@ def _number_values(
             num_writes,
             node.meta.get(REGION_TAG),
             node.meta.get(POLICY_TAG),
+            region_of(node),
             _frozen(node.args, index, same_as),
             _frozen(node.kwargs, index, same_as) if node.kwargs else (),
         )

@@ -8,12 +8,13 @@ asks `facts_of(target)`; no other module compares operator names.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from .torch_private import HigherOrderOperator, OpOverload, effectful_operators, functional_operators
 
@@ -192,6 +193,28 @@ def facts_of(target: Any) -> OpFacts:
         )
     # Arithmetic on symbolic sizes: Python operators, math and torch.sym_* functions.
     return OpFacts(Kind.FREE)
+
+
+def facts_of_call(node: fx.Node) -> OpFacts:
+    """Look up what is known of a call_function node, its arguments considered."""
+    facts, op = facts_of(node.target), node.target
+    if facts.is_random and isinstance(op, OpOverload) and _drops_nothing(op, node):
+        return replace(facts, is_random=False, kind=_kind_of(op, op._schema.name))
+    return facts
+
+
+def _drops_nothing(op: OpOverload[..., Any], node: fx.Node) -> bool:
+    """True for an attention op without dropout, which draws no numbers although it could."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given: Any = node.kwargs.get("dropout_p", argument.default_value)
+            return bool((node.args[position] if position < len(node.args) else given) == 0.0)
+    return False
+
+
+def is_matmul(op: Any) -> bool:
+    """True for products of matrices, convolutions and attention, also where they draw random numbers."""
+    return isinstance(op, OpOverload) and op._schema.name in _MATMULS
 
 
 def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:

@@ -14,7 +14,9 @@ from .cost import CostModel, price
 from .extract import extract
 from .flow import FlowProblem
 from .joint_graph import JointGraph
+from .offload import offload_values
 from .plan import Plan
+from .ports import close_ports, open_ports
 from .storage import find_storages
 from .stored import apply_plan
 from .verify import verify_extracted, verify_schedule
@@ -45,6 +47,7 @@ class Request:
 
 def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
+    open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph)
     costs = price(graph, request.cost_model)
@@ -57,4 +60,6 @@ def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) 
     verify_schedule(graph, constraints, chosen.schedule)
     extracted = extract(graph, constraints, chosen.schedule)
     verify_extracted(graph, extracted)
+    offload_values(extracted.forward, extracted.backward, num_fwd_outputs)
+    close_ports(extracted.forward, extracted.backward)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)

@@ -7,11 +7,11 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .constraints import Reason
+from .source import source_line as source_line
 
 FORMAT = 2
 """Version of the JSON form; a reader refuses what it does not know."""
@@ -22,6 +22,7 @@ class Action(Enum):
 
     SAVE = "save"
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Decision:
     """The line of the user's program, `file:line`; empty if it is not known."""
     module: str
     """The module path, `layers.3.mlp`; empty if it is not known."""
+    region: str = ""
+    """The region path, `decoder/mlp#2`; empty outside regions."""
+    policy: str = ""
+    """What the region's policy answered, `MUST_SAVE`; empty outside regions."""
+    name: str = ""
+    """What `remat.name` called the value; empty for most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,11 @@ class Plan:
     def recomputed(self) -> tuple[Decision, ...]:
         """The values that are computed again."""
         return tuple(d for d in self.decisions if d.num_recomputes)
+
+    @property
+    def offloaded(self) -> tuple[Decision, ...]:
+        """The values that wait in host memory."""
+        return tuple(d for d in self.decisions if d.action is Action.OFFLOAD)
 
     @property
     def saved_bytes(self) -> int:
@@ -159,6 +171,9 @@ class Plan:
         ]
         if self.budget_bytes is not None:
             lines.append(f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}")
+        if self.offloaded:
+            num_bytes = sum(d.num_bytes for d in self.offloaded)
+            lines.append(f"  offloaded   {len(self.offloaded):6}  {mebibytes(num_bytes)}")
         if largest:
             lines.append("largest saved values:")
             width = max(len(d.value) for d in largest)
@@ -203,16 +218,6 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             "peak": PredictedPeak(**peak),
         }
     )
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-@lru_cache(maxsize=4096)
-def source_line(stack_trace: str) -> str:
-    """The innermost line of a stack trace, `file:line`."""
-    frames = _FRAME.findall(stack_trace)
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
 def module_path(nn_module_stack: dict[str, Any] | None) -> str:

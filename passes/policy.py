@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from remat.passes.errors import RematError
+from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
@@ -27,7 +29,33 @@ class PolicyError(RematError, ValueError):
     """A policy raised, answered with something that is no policy, or asked for the impossible."""
 
 
-@dataclass(frozen=True, slots=True)
+class SelectiveCheckpointContext:
+    """What a policy is told about the moment it is asked.
+
+    `op_output` is the op's result and `is_recompute` says whether a forward is being replayed. `module` is the path of
+    the module that the op was called in, like `layers.3.attn`. `state` is a dictionary, empty when a call of a region
+    starts and shared by all its ops: the place for what a policy counts.
+    """
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+        self.state: dict[Any, Any] = {}
+        self._module: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The path of the module; looked up when it is first read, unless an engine has set it."""
+        if self._module is None:
+            self._module = current_module_path()
+        return self._module
+
+    @module.setter
+    def module(self, path: str) -> None:
+        self._module = path
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveOps:
     """Save the outputs of some ops and recompute all others."""
 
@@ -35,15 +63,49 @@ class SaveOps:
     known: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
     """By identity of an op that needs no care of the engine's: whether it is saved. Filled by the engine."""
 
+    @property
+    def reads_names(self) -> bool:
+        """False: what a value is called makes no difference."""
+        return False
+
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG002
         """Answer for one op; everything but the op itself is ignored."""
         return self.answer_for(op)
+
+    def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
+        """Answer for the listed ops only."""
+        return CheckpointPolicy.MUST_SAVE if self.answer_for(op) is CheckpointPolicy.MUST_SAVE else None
+
+    def __repr__(self) -> str:
+        return f"save_ops([{', '.join(sorted(str(op) for op in self.ops))}])"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _save_ops_by_name, tuple(sorted(op_name(op) for op in self.ops))
 
     def answer_for(self, op: Any) -> CheckpointPolicy:
         """Answer from the op alone, which lets an engine skip building the policy's context."""
         if op in self.ops or getattr(op, "overloadpacket", None) in self.ops:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_ops_by_name(*names: str) -> SaveOps:
+    return SaveOps(frozenset(find_op(name) for name in names))
+
+
+def op_name(op: Any) -> str:
+    """Return an op's name, from which `find_op` finds it in any process."""
+    if isinstance(op, HigherOrderOperator):
+        return f"higher_order.{op.__name__}"
+    return str(op)
+
+
+def find_op(name: str) -> Any:
+    """Return the op of a name like `aten.mm.default`, or the packet `aten.mm`."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def normalise_policy(policy: Policy, *, allow_packets: bool = True) -> PolicyFunction:
@@ -85,7 +147,9 @@ def _checked_ops(ops: Iterable[Any], allow_packets: bool) -> Iterable[Any]:
         )
 
 
-def checked_answer(answer: Any, policy: PolicyFunction, op: Any) -> CheckpointPolicy:
+def checked_answer(
+    answer: Any, policy: PolicyFunction, op: Any, place: Callable[[], str] | None = None
+) -> CheckpointPolicy:
     """Return what a policy said as a `CheckpointPolicy`; True means save, False means recompute."""
     if isinstance(answer, CheckpointPolicy):
         return answer
@@ -93,7 +157,9 @@ def checked_answer(answer: Any, policy: PolicyFunction, op: Any) -> CheckpointPo
         return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
     raise PolicyError(
         f"the policy {policy_name(policy)} answered {answer!r} for {op}, which is neither a CheckpointPolicy "
-        "nor a bool. Return one of CheckpointPolicy's members, True (save) or False (recompute)."
+        "nor a bool. Return one of CheckpointPolicy's members, True (save) or False (recompute); "
+        "None, for no opinion, only inside remat.policies.first_of and by_module."
+        f"{place() if place is not None else ''}"
     )
 
 

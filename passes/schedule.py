@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from .constraints import Constraints, split_closing_writes
 from .joint_graph import FORWARD_SIDE, JointGraph, Role
+from .region_tag import preserves_rng_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +121,8 @@ def _forward_values_returned(graph: JointGraph) -> list[int]:
 
 def _is_random(graph: JointGraph, i: int) -> bool:
     op = graph.facts[i]
-    return graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+    draws = graph.roles[i] in (Role.FORWARD, Role.EITHER) and op is not None and op.is_random
+    return draws and preserves_rng_state(graph.nodes[i])
 
 
 def _forward(graph: JointGraph, received: Sequence[int], replayed: frozenset[int]) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ from torch.fx.experimental.symbolic_shapes import (
     find_symbol_binding_fx_nodes,
     free_symbols,
     is_symbol_binding_fx_node,
+    statically_known_true,
 )
 from torch.overrides import _get_current_function_mode_stack as get_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 __all__ = [
+    "MODULE_CALL_CODE",
+    "MODULE_CALL_CODES",
     "AOTInput",
     "AOTOutput",
     "BackwardState",
@@ -106,11 +109,13 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "compiled_code_key",
+    "constant_in_graphs",
     "current_graph_task_id",
     "current_graph_task_keeps_graph",
     "find_symbol_binding_fx_nodes",
     "free_symbols",
     "fx_current_meta",
+    "fx_preserving_meta",
     "get_eval_frame_callback",
     "get_function_mode_stack",
     "get_graph_exec_group",
@@ -118,13 +123,16 @@ __all__ = [
     "inductor_mode_options",
     "inductor_option_names",
     "is_any_autocast_enabled",
+    "is_faking",
     "is_full_backward",
+    "is_registered_as_effectful",
     "is_sym_node",
     "is_symbol_binding_fx_node",
     "is_tracing",
     "is_tracing_proxies",
     "len_torch_function_stack",
     "make_saved_tensor",
+    "next_region_number",
     "peek_functorch_stack",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
@@ -137,8 +145,11 @@ __all__ = [
     "set_graph_exec_group",
     "skip_code",
     "top_saved_tensors_hooks",
+    "trace_as_wrapper",
+    "traced_node_of",
     "traced_nodes_since",
     "traced_nodes_so_far",
+    "tracer",
     "tree_leaves",
     "tree_map",
     "without_modes",
@@ -151,6 +162,16 @@ def __getattr__(name: str) -> Any:
 
         return custom_graph_pass.CustomPartitionerFn
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+MODULE_CALL_CODE: CodeType = torch.nn.Module._call_impl.__code__
+"""The code that every call of a module runs, whichever class it is of."""
+
+MODULE_CALL_CODES: tuple[CodeType, ...] = (
+    MODULE_CALL_CODE,
+    *(constant for constant in MODULE_CALL_CODE.co_consts if isinstance(constant, CodeType)),
+)
+"""That code, and the function inside it that calls `forward` where there are hooks."""
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
@@ -202,6 +223,13 @@ def functional_operators() -> frozenset[HigherOrderOperator]:
 
 def _operators(names: Iterable[str]) -> frozenset[HigherOrderOperator]:
     return frozenset(getattr(torch.ops.higher_order, name) for name in names if hasattr(torch.ops.higher_order, name))
+
+
+def is_registered_as_effectful(op: Any) -> bool:
+    """True for an op that its author has told torch to keep in order, and so not to repeat."""
+    from torch._higher_order_ops.effects import has_effects
+
+    return bool(has_effects(op))
 
 
 def inductor_option_names() -> frozenset[str]:
@@ -304,6 +332,11 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     return make_boxed_func(function)
 
 
+def statically_equal(a: Any, b: Any) -> bool:
+    """True if two sizes are known to be equal, whatever the values of their symbols; adds no guard."""
+    return statically_known_true(a == b)
+
+
 def symbols_of(value: object) -> list[sympy.Symbol]:
     """The size symbols inside a tensor or a symbolic number, in order of their names."""
     return sorted(free_symbols(value), key=lambda symbol: symbol.name)
@@ -374,3 +407,83 @@ def redirect_compiled_code_to(mode: type[TorchDispatchMode]) -> None:
     from torch._higher_order_ops.wrap import inductor_compiled_code
 
     redirect_to_mode(inductor_compiled_code, mode)
+
+
+# -------------------------------------------------------------------------------------------------- regions in graphs
+
+
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call a function while it traces, and take the result for a constant.
+
+    This is what `torch.compiler.assume_constant_result` does, without importing Dynamo for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def trace_as_wrapper(operator: HigherOrderOperator, on_break: Callable[[str, str], None] | None = None) -> bool:
+    """Teach Dynamo to trace through calls of an operator of ours; False if this torch has no place to say so.
+
+    `on_break` is told the line and the reason when the code inside cannot be captured as one graph.
+    """
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables import higher_order_ops
+
+    classes = getattr(higher_order_ops, "_hop_name_to_variable_class", None)
+    wrapper = getattr(higher_order_ops, "WrapHigherOrderVariable", None)
+    if not isinstance(classes, dict) or wrapper is None:
+        return False
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapper._call_function(self, tx, args, kwargs)
+        except Unsupported as error:
+            if on_break is not None:
+                on_break(_line_of(error), str(error.args[0] if error.args else error).strip().splitlines()[0])
+            raise
+
+    name = operator.__name__
+    members = {"_HOP_NAME": f"torch.ops.higher_order.{name}", "allow_side_effects": True, "_call_function": call}
+    classes[name] = type(f"{name}_variable", (wrapper,), members)
+    return True
+
+
+def _line_of(error: Any) -> str:
+    """The innermost line of the user's program that an error of Dynamo's is about, `file:line`."""
+    stack = list(getattr(error, "real_stack", None) or ())
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
+def next_region_number() -> int:
+    """A number larger than that of every region so far, torch's own included."""
+    from torch._higher_order_ops.wrap import uid
+
+    return next(uid)
+
+
+def is_faking() -> bool:
+    """True while tensors stand for values that are not there: a compiler looks at the program."""
+    kinds = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
+    return any(_get_dispatch_mode(kind) is not None for kind in kinds)
+
+
+def tracer() -> Any:
+    """The object that records the graph being traced, one per graph; None outside."""
+    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
+def fx_preserving_meta() -> AbstractContextManager[Any]:
+    """Copy the metadata of interpreted nodes to those that are traced from them."""
+    return fx_traceback.preserve_node_meta()
+
+
+def traced_node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node of the graph being traced that computes a tensor."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot: Any = get_proxy_slot(tensor, tracer(), None)
+    return None if slot is None else slot.proxy.node

@@ -16,7 +16,8 @@ from .errors import VerificationError
 from .extract import Extracted
 from .fusion import COPY_TAG
 from .joint_graph import JointGraph, Role, backward_inputs, forward_inputs
-from .op_facts import facts_of
+from .op_facts import facts_of, facts_of_call
+from .region_tag import preserves_rng_state
 from .schedule import Schedule
 
 
@@ -63,8 +64,9 @@ def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
     _check_writes(graph, backward)
     for node in backward:
         if COPY_TAG in node.meta and node.op == "call_function":
-            op = facts_of(node.target)
-            if op.is_random or op.draws_seed or op.runs_once:
+            op = facts_of_call(node)
+            is_drawn_anew = op.is_random and preserves_rng_state(node)
+            if is_drawn_anew or op.draws_seed or op.runs_once:
                 raise VerificationError(
                     f"backward repeats `{node.meta[COPY_TAG]}` ({node.target}), which may run only once"
                 )

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compat
+from . import compat, policies
+from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
+from .naming import name
 from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
 from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Applied",
     "CheckpointPolicy",
     "Decision",
     "InfeasibleCut",
@@ -24,12 +27,16 @@ __all__ = [
     "RematError",
     "VerificationError",
     "__version__",
+    "apply",
     "checkpoint",
     "checkpoint_region",
     "checkpoint_sequential",
     "compat",
     "is_recomputing",
+    "name",
     "partitioner",
+    "policies",
+    "remove",
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
 from .passes.fusion import may_fuse
@@ -27,6 +28,7 @@ def remat(
     """Compile a Dynamo graph with remat's partitioner between tracing and the inner compiler."""
     parsed = Options.parse(options, mode)
     partitioner = Partitioner(parsed)
+    gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
         has_order = parsed.budget is not None or bool(parsed.plans)
         memory = KEEP_ORDER if has_order else {}

@@ -19,12 +19,15 @@ from remat.eager.determinism import find_determinism_check
 from remat.eager.engine import RegionSpec, cached_spec, noop_context_fn, run_region
 from remat.eager.errors import CheckpointError
 from remat.eager.groups import GraphExecGroup
+from remat.eager.ops import SAC_IGNORED_OPS
+from remat.eager.recorder import Recorder
 from remat.eager.reentrant import CheckpointFunction, check_backward_validity, detach_variable
+from remat.eager.replayer import Replayer
 from remat.eager.rng import DefaultDeviceType, get_device_states, set_device_states
-from remat.eager.selective import SAC_IGNORED_OPS, OnMutation, Recorder, Replayer, SelectiveCheckpointContext
+from remat.eager.saved import OnMutation
 from remat.eager.sequential import split_in_segments
 from remat.eager.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from remat.passes.policy import normalise_policy
+from remat.passes.policy import SelectiveCheckpointContext, normalise_policy
 
 __all__ = [
     "SAC_IGNORED_OPS",

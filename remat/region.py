@@ -1,21 +1,29 @@
 """`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
 
-Here is the eager half. `_call_region` is the joint: the one place where a call of marked code is handed to an engine.
+`_call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
+Dynamo traces, the operator that carries the region into the graph.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 
+from remat.carrier import operator_of
 from remat.eager import RegionSpec, Selective, is_recomputing, run_region
 from remat.eager.determinism import find_determinism_check
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
+from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -80,6 +88,8 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
             f"checkpoint_region(memory_budget={options['memory_budget']!r}): budgets are not implemented yet; "
             "leave it out and say by a policy what is kept."
         )
+    if torch.compiler.is_dynamo_compiling():
+        return _mark_while_traced(function, name, options)
     region = RegionOptions(name=name or _default_name(function), **options)
     if isinstance(function, nn.Module):
         return _mark_module(function, region)
@@ -97,17 +107,113 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _call_region(function, args, kwargs, spec)
+        return _call_region(function, args, kwargs, region, spec)
 
     return marked
 
 
 def _mark_module(module: nn.Module, region: RegionOptions) -> nn.Module:
     """Make a module's forward a region; type, parameters, hooks and state_dict keys stay as they are."""
-    module.forward = _mark_function(module.forward, region)
+    module.forward = RegionForward(module, region)
     return module
 
 
-def _call_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
-    """Hand a call of marked code to an engine: the eager one."""
+class RegionForward:
+    """The `forward` of a marked module: an attribute of the module that `remove_region` takes away again.
+
+    It knows its module weakly, so that the two do not keep each other alive, and goes along when the module is copied
+    or pickled.
+    """
+
+    def __init__(self, module: nn.Module, region: RegionOptions) -> None:
+        own = module.__dict__.get("forward", _NO_FORWARD)
+        self.__setstate__({"module": module, "region": region, "own": own})
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without a region, bound to its module; what `inspect.signature` looks at."""
+        if self.own is not _NO_FORWARD:
+            return self.own
+        module = self.module()
+        assert module is not None, "the module is gone, and this was its attribute"
+        return type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as a region."""
+        if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
+            # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
+            module: Any = self.module()
+            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.spec)
+        if torch.compiler.is_dynamo_compiling():
+            return _call_region(self.own, args, kwargs, self.region, self.spec)
+        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.spec)
+
+    def _forward_of_caller(self, frame: FrameType) -> Any:
+        """Return the forward of the module that is being called: a shallow copy has this object too."""
+        if self.own is _NO_FORWARD and frame.f_code in MODULE_CALL_CODES:
+            module = frame.f_locals["self"]
+            if module.__dict__.get("forward") is self:
+                return type(module).forward.__get__(module)
+        return self.__wrapped__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module(), "region": self.region, "own": self.own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.module: weakref.ref[nn.Module] = weakref.ref(state["module"])
+        self.region: RegionOptions = state["region"]
+        self.own: Any = state["own"]
+        self.spec = self.region.eager_spec()
+
+
+class _NoForward(Enum):
+    """Says that a module had no `forward` of its own, only its class's."""
+
+    NO_FORWARD = "the class's"
+
+
+_NO_FORWARD = _NoForward.NO_FORWARD
+
+
+def region_of_module(module: nn.Module) -> RegionOptions | None:
+    """Return what was said about a module's region; None if it is not marked."""
+    forward = module.__dict__.get("forward")
+    return forward.region if isinstance(forward, RegionForward) else None
+
+
+def remove_region(module: nn.Module) -> None:
+    """Undo the marking of a module."""
+    forward = module.__dict__["forward"]
+    assert isinstance(forward, RegionForward), "only a marked module has one"
+    if forward.own is _NO_FORWARD:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.own
+
+
+def _call_region(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, spec: RegionSpec
+) -> Any:
+    """Hand a call of marked code to an engine."""
+    if torch.compiler.is_dynamo_compiling():
+        return operator_of(region)(function, *args, **kwargs)
     return run_region(function, args, kwargs, spec)
+
+
+def _mark_while_traced(function: Any, name: str | None, options: dict[str, Any]) -> Any:
+    """Mark a function inside code that Dynamo traces: the operator is all there is to it."""
+    if name is None:
+        # Dynamo knows a function's plain name only.
+        name = type(function).__name__ if isinstance(function, nn.Module) else function.__name__
+    operator = operator_of_options(name, **options)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return operator(function, *args, **kwargs)
+
+    return marked
+
+
+@constant_in_graphs
+def operator_of_options(name: str, **options: Any) -> Any:
+    """Return the operator of a region that is marked while Dynamo traces."""
+    return operator_of(RegionOptions(name=name, **options))

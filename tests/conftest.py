@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,24 @@ with warnings.catch_warnings():
     # would import them and fail for it.
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch._inductor.compile_fx
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `pytest --update-golden` write the files in tests/golden anew."""
+    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a file of tests/golden, or write the file if asked to."""
+
+    def compare(name: str, text: str) -> None:
+        file = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--update-golden"):
+            file.write_text(text, encoding="utf-8")
+        assert text == file.read_text(encoding="utf-8"), f"{name} differs; `pytest --update-golden` accepts it"
+
+    return compare
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

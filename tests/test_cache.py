@@ -87,13 +87,16 @@ HIT, MISS = Lookup(1, 0, 0), Lookup(0, 1, 0)
 
 @pytest.fixture(scope="module")
 def lookups(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Lookup]]:
-    """Run the script in two processes that share a cache folder; each step checks its gradients by itself."""
-    folder = tmp_path_factory.mktemp("cache")
-    (folder / "train.py").write_text(SCRIPT)
+    return run_in_two_processes(SCRIPT, tmp_path_factory.mktemp("cache"))
+
+
+def run_in_two_processes(script: str, folder: Path) -> Mapping[str, Mapping[str, Lookup]]:
+    """Run a script in two processes that share a cache folder; each step checks its gradients by itself."""
+    (folder / "train.py").write_text(script)
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "XDG_CACHE_HOME": str(folder / "remat"),  # the machine's measured constants are part of the key
+        "XDG_CACHE_HOME": str(folder / "home"),  # the machine's measured constants are part of the key
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }

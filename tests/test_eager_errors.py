@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from eager_testing import REGIONS, plain, selective
+from remat.passes.policy import PolicyError
 from remat.passes.torch_private import current_graph_task_id, top_saved_tensors_hooks
 from torch import nn
 
@@ -60,6 +61,46 @@ class TestDivergence:
         assert "  recompute: {'shape': torch.Size([2])" in message
         assert f"{__file__}:" in message
         assert "in module Block" in message
+
+    def test_nested_regions_and_modules_are_named_with_the_expression(self):
+        class Inner(nn.Module):
+            def forward(self, x):
+                y = x.cos() + 1
+                return y.sin() * (torch.ones(2) if is_recomputing() else torch.ones(1))
+
+        model = nn.Sequential(nn.Identity(), nn.Sequential(Inner()))
+        inner = checkpoint_region(name="inner")(model.__call__)
+        outer = checkpoint_region(name="outer")(lambda x: inner(x.exp()).exp())
+        with pytest.raises(CheckpointError, match="tensors have different metadata") as error:
+            outer(torch.ones(1, requires_grad=True)).sum().backward()
+        message = str(error.value)
+        assert "First difference, in region outer/inner:" in message
+        assert "in module 1.0: Inner in Sequential in Sequential" in message
+        assert "`y.sin() * (torch.ones(2) if is_recomputing() else torch.ones(1))`" in message
+
+    def test_a_missing_tensor_is_shown_with_the_last_one_that_both_saved(self):
+        def function(x):
+            y = x.sin()
+            return y if is_recomputing() else y.exp().sin()
+
+        with pytest.raises(CheckpointError, match="First tensor that is missing, number 1 in region") as error:
+            backward_of(function)
+        message = str(error.value)
+        assert "  forward:   {'shape': torch.Size([1]), 'dtype': torch.float32" in message
+        assert "`y.exp()`" in message
+        assert "recompute: ended before it; the last one that both saved was at" in message
+        assert "`x.sin()`" in message
+
+    def test_a_surplus_op_of_a_selective_region_names_region_and_module(self):
+        class Head(nn.Module):
+            def forward(self, x):
+                return x.sin().exp() if is_recomputing() else x.sin()
+
+        model = nn.Sequential(Head())
+        region = checkpoint_region(name="head", policy=[torch.ops.aten.mm.default], early_stop=False)
+        out = region(model.__call__)(torch.ones(1, requires_grad=True))
+        with pytest.raises(CheckpointError, match=r"the forward of region head ran it 0 time.* in module 0\."):
+            out.backward()
 
     def test_a_cache_that_grew_is_the_likely_cause(self):
         cache = []
@@ -117,6 +158,25 @@ class TestDivergence:
         out = region(function)(torch.ones(1, requires_grad=True))
         with pytest.raises(CheckpointError, match=r"aten.sin.default invocation index 1 .*not found in storage"):
             out.backward()
+
+
+class TestPolicyErrors:
+    def test_policy_op_region_path_module_and_line_are_named(self):
+        def faulty(ctx, op, *args, **kwargs):
+            raise KeyError("no such layer")
+
+        inner = checkpoint_region(name="inner", policy=faulty)(nn.Sequential(nn.Tanh()).__call__)
+        outer = checkpoint_region(name="outer")(lambda x: inner(x.exp()))
+        with pytest.raises(PolicyError) as error:
+            outer(torch.ones(1, requires_grad=True))
+        assert f"faulty ({__file__}:" in str(error.value)
+        assert "raised KeyError when asked about aten.tanh.default: 'no such layer'" in str(error.value)
+        assert f"(in region outer/inner, module 0, at {__file__}:" in str(error.value)
+
+    def test_an_answer_that_is_no_policy_is_placed_too(self):
+        region = checkpoint_region(name="mlp", policy=lambda ctx, op, *args, **kwargs: "save")(torch.sin)
+        with pytest.raises(PolicyError, match=r"answered 'save' for aten.sin.default.*\(in region mlp, at .*\)"):
+            region(torch.ones(1, requires_grad=True))
 
 
 class TestChecks:

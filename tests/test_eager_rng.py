@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
-from eager_testing import REGIONS, plain
+from eager_testing import REGIONS, plain, selective
 from torch import nn
 
 from remat.eager import rng
@@ -117,6 +118,124 @@ def test_a_hidden_generator_is_found_by_a_policys_mode():
     (grad,) = torch.autograd.grad(region(x).sum(), x)
     Holder.generator.manual_seed(1)
     assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def seed_numpy(generator, seed):
+    generator.bit_generator.state = np.random.PCG64(seed).state
+
+
+SOURCES = {
+    "torch": (torch.Generator(), torch.Generator.manual_seed, lambda g: torch.rand(4, generator=g)),
+    "python": (random.Random(), random.Random.seed, lambda g: torch.tensor([g.random() for _ in range(4)])),
+    "numpy": (np.random.default_rng(), seed_numpy, lambda g: torch.from_numpy(g.random(4)).float()),
+    "numpy, old": (np.random.RandomState(), np.random.RandomState.seed, lambda g: torch.from_numpy(g.rand(4)).float()),
+}
+
+
+class HasGenerator:
+    generator = None
+
+
+def draws_from_an_object_in_a_global(x, draw):
+    return (x * draw(in_a_global.generator)).sin()
+
+
+def draws_from_a_class(x, draw):
+    return (x * draw(HasGenerator.generator)).sin()
+
+
+in_a_global = HasGenerator()
+
+
+def ways_to_get_at(generator, draw):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = generator
+
+        def forward(self, x):
+            return (x * draw(self.generator)).sin()
+
+    replaced = nn.Sequential(Noisy())
+    in_a_global.generator = HasGenerator.generator = generator
+    held = HasGenerator()
+    held.generator = generator
+    drawn = lambda x, g: (x * draw(g)).sin()  # noqa: E731
+
+    def after_replacement(run, x):
+        replaced[0].generator = torch.Generator()
+        run(replaced.requires_grad_)  # the tree is walked with the old one
+        replaced[0].generator = generator
+        return run(replaced, x)
+
+    return {
+        "closure": lambda run, x: run(lambda x: drawn(x, generator), x),
+        "argument": lambda run, x: run(drawn, x, generator),
+        "keyword": lambda run, x: run(drawn, x, g=generator),
+        "list": lambda run, x: run(lambda x, gs: drawn(x, gs[0]), x, [generator]),
+        "module": lambda run, x: run(Noisy(), x),
+        "inner module": lambda run, x: run(nn.Sequential(nn.Identity(), Noisy()), x),
+        "module argument": lambda run, x: run(lambda m, x: m(x), Noisy(), x),
+        "replaced": after_replacement,
+        "object": lambda run, x: run(lambda x: drawn(x, held.generator), x),
+        "global object": lambda run, x: run(draws_from_an_object_in_a_global, x, draw),
+        "class": lambda run, x: run(draws_from_a_class, x, draw),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "save_all", "recompute_all"])
+@pytest.mark.parametrize("where", ways_to_get_at(None, None))
+@pytest.mark.parametrize("source", SOURCES)
+def test_generators_of_every_library_are_replayed(source, where, name):
+    generator, seed, draw = SOURCES[source]
+
+    def result(run):
+        seed(generator, 7)
+        x = torch.linspace(0.1, 1, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(ways_to_get_at(generator, draw)[where](run, x).exp().sum(), x)
+        return grad, draw(generator)
+
+    grad, following = result(REGIONS[name])
+    expected, expected_following = result(lambda f, *a, **k: f(*a, **k))
+    assert torch.equal(grad, expected)
+    assert torch.equal(following, expected_following)
+
+
+def test_a_bound_method_of_a_generator_is_replayed():
+    draw = np.random.default_rng(3).standard_normal
+
+    def run(region):
+        seed_numpy(draw.__self__, 3)
+        x = torch.linspace(0.1, 1, 4, requires_grad=True)
+        return torch.autograd.grad(region(lambda x: (x * draw()).sin().exp(), x).sum(), x)[0]
+
+    assert torch.equal(run(plain), run(lambda f, x: f(x)))
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2])
+def test_saving_one_draw_from_an_explicit_generator_does_not_shift_the_others(saved):
+    generator = torch.Generator()
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is torch.ops.aten.rand.generator:
+            seen.append(op)
+            return len(seen) - 1 == saved
+        return False
+
+    def function(x):
+        for _ in range(3):
+            x = (x * torch.rand(4, generator=generator)).sin()
+        return x
+
+    def run(region):
+        generator.manual_seed(7)
+        x = torch.linspace(0.1, 1, 4, requires_grad=True)
+        inner = lambda x: region(function, x)  # noqa: E731
+        out = plain(lambda x: (inner(x) * torch.rand(4, generator=generator)).exp(), x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    assert torch.equal(run(functools.partial(selective, policy)), run(lambda f, x: f(x)))
 
 
 @every_region

@@ -232,6 +232,26 @@ def reads_a_global(x):
     return (x + a_global).sin().exp()
 
 
+@every_region
+def test_a_module_that_is_an_argument_moves_once(region):
+    def run(call):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4), torch.randn(8, 4, requires_grad=True)
+        call(lambda module, x: module(x).sin().exp(), norm, x).sum().backward()
+        return norm.running_mean, norm.num_batches_tracked, x.grad
+
+    for found, expected in zip(run(region), run(lambda f, *args: f(*args)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_tensor_in_a_list_argument_changed_in_between_is_named():
+    x, scales = torch.ones(4, requires_grad=True), [torch.ones(4)]
+    out = plain(lambda x, scales: (x * scales[0]).sin(), x, scales)
+    scales[0].add_(1)
+    with pytest.raises(compat.CheckpointError, match=r"`argument 1\[0\]`.* modified by an inplace operation"):
+        out.sum().backward()
+
+
 class TestReach:
     def test_finds_what_a_function_can_touch(self):
         layer, tensor, generator = nn.Linear(2, 2), torch.ones(1), torch.Generator()

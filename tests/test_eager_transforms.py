@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,7 +123,10 @@ class TestCompile:
             return (x @ x).cos()
 
         function = torch.compile(lambda x: region(broken, x.exp()).tanh(), backend="aot_eager")
-        (grad,) = torch.autograd.grad(function(x).sum(), x)
+        # A region of our own reports the break; torch's function, compiled, is torch's own.
+        report = nullcontext() if region is plain else pytest.warns(UserWarning, match="graph break in region broken")
+        with report:
+            (grad,) = torch.autograd.grad(function(x).sum(), x)
         torch.testing.assert_close(grad, torch.autograd.grad(broken(x.exp()).tanh().sum(), x)[0])
 
     def test_the_compatible_function_is_captured_without_a_graph_break(self, x):

@@ -6,8 +6,10 @@ shape, dtype and device; "none" at nothing; others can be registered.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import CodeType
 from typing import Any
 
@@ -56,7 +58,8 @@ class SavePoint:
     def __str__(self) -> str:
         line = _line_of(self.code, self.instruction)
         name = getattr(self.code, "co_qualname", self.code.co_name)  # new in Python 3.11
-        return f"{self.code.co_filename}:{line} in {name}"
+        source = _source_of(self.code, self.instruction, line)
+        return f"{self.code.co_filename}:{line} in {name}" + (f": `{source}`" if source else "")
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
@@ -64,6 +67,16 @@ def _line_of(code: CodeType, instruction: int) -> int:
         if start <= instruction < end and line is not None:
             return line
     return code.co_firstlineno
+
+
+def _source_of(code: CodeType, instruction: int, line: int) -> str:
+    """Return the expression that an instruction belongs to, or its line where Python does not say which part."""
+    text = linecache.getline(code.co_filename, line).rstrip("\n")
+    positions = getattr(code, "co_positions", None)  # new in Python 3.11
+    found = next(islice(positions(), instruction // 2, None), None) if positions is not None else None
+    if found is not None and found[0] == found[1] == line and found[2] is not None and found[3] is not None:
+        text = text.encode()[found[2] : found[3]].decode(errors="replace")
+    return text.strip()
 
 
 def describe_metadata(metadata: Metadata) -> str:

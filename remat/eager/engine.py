@@ -14,11 +14,16 @@ from torch import nn
 
 from remat.eager import rng
 from remat.eager.ambient import Ambient
+from remat.eager.arguments import SavedArguments
 from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
-from remat.eager.frames import Execution, Frame, SavedArguments, local
-from remat.eager.reach import Reached, module_tree, reach
-from remat.eager.selective import Recorder, Replayer, Selective, adopt_child, open_segment
+from remat.eager.execution import Execution, local
+from remat.eager.frames import Frame
+from remat.eager.reach import generators_of, reach, reach_arguments
+from remat.eager.recorder import Recorder
+from remat.eager.replayer import Replayer
+from remat.eager.saved import adopt_child, open_segment
+from remat.eager.selective import Selective
 from remat.eager.settings import debug_override, early_stop_override
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import (
@@ -100,9 +105,11 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
         return former.refill(args, kwargs, outer)
     contexts = _contexts(spec, debug)
     frame = _open_frame(function, args, kwargs, spec)
-    if outer is not None and outer.task is None and outer.frame is not None:
-        outer.frame.children = outer.frame.children or {}
-        outer.frame.children[number] = weakref.ref(frame)
+    if outer is not None and outer.frame is not None:
+        frame.outer_names = outer.frame.names
+        if outer.task is None:
+            outer.frame.children = outer.frame.children or {}
+            outer.frame.children[number] = weakref.ref(frame)
     local.execution = execution = Execution(frame, replay)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
     pack, unpack = frame.hooks()
@@ -142,28 +149,27 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
     early_stop = early_stop_override.get()
     frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
     reached = reach(function)
+    reach_arguments(range(len(args)), args, reached)
+    if kwargs:
+        reach_arguments(kwargs, kwargs.values(), reached)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
     if is_tracing():
         frame.copies_by_op = True  # so that the graph being traced has them
         return frame  # and nothing of ours: what follows is about values, and there are none
     if spec.preserve_rng_state:
-        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), _generators(reached, args, kwargs))
+        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
     if reached.tensors or reached.modules:
         frame.state = WatchedState(reached, _region_key(function))
-        frame.note_training(reached)
+        if reached.modules:
+            frame.note_training(reached)
     return frame
-
-
-def _generators(reached: Reached, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    found = [*reached.generators, *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator))]
-    for _, module in reached.modules:
-        found.extend(module_tree(module).generators)
-    return found
 
 
 def _region_key(function: Any) -> Any:
     """Return what tells regions apart whose first call is looked at more closely."""
+    while isinstance(function, functools.partial):
+        function = function.func
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)
@@ -208,6 +214,9 @@ def _attach_contexts(
         # An outer region is being run again: what this call's own forward saved is not computed a second
         # time.
         execution.mode = Replayer(replay.store)
+    elif isinstance(forward, Recorder) and not forward.is_bound:
+        open_segment(frame)
+        execution.mode = forward.bind(frame)
     else:
         open_segment(frame)
         execution.mode = selective.recorder(frame)

@@ -11,8 +11,8 @@ import torch
 
 from remat.eager import rng
 from remat.eager.ambient import Ambient, is_in_force, restored
-from remat.eager.frames import local
-from remat.eager.reach import reach
+from remat.eager.execution import local
+from remat.eager.reach import generators_of, reach, reach_arguments
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import is_full_backward
 
@@ -41,9 +41,10 @@ class CheckpointFunction(torch.autograd.Function):
         """Run the function without a graph and keep its arguments."""
         check_backward_validity(args)
         reached = reach(run_function)
+        reach_arguments(range(len(args)), args, reached)
         ctx.run_function = run_function
         ctx.ambient = Ambient.current()
-        ctx.rng = rng.RngSnapshot(rng.accelerator_devices(args), reached.generators) if preserve_rng_state else None
+        ctx.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached)) if preserve_rng_state else None
         ctx.state = WatchedState(reached, run_function) if reached.modules or reached.tensors else None
         ctx.tensor_positions = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from remat.eager.generators import restore_state, state_of
 from remat.passes.torch_private import Generator, tree_leaves
 
 _NUM_WORDS = 624  # of a Mersenne twister
@@ -181,12 +182,12 @@ class RngSnapshot:
 
     __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
-    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
+    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any]) -> None:
         self.cpu = _cpu_generator.get_state()
         self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
         self.python: Any = _python.peek()
         self.numpy: Any = _numpy.peek()
-        self.generators = [(generator, generator.get_state()) for generator in generators]
+        self.generators = [(generator, state_of(generator)) for generator in generators]
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
@@ -198,7 +199,7 @@ class RngSnapshot:
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
         if all(generator is not known for known, _ in self.generators):
-            self.generators.append((generator, generator.get_state()))
+            self.generators.append((generator, state_of(generator)))
 
 
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
@@ -206,7 +207,7 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     current = RngSnapshot.__new__(RngSnapshot)
     current.cpu = _cpu_generator.get_state()
     current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
-    current.generators = [(g, g.get_state()) for g, _ in snapshot.generators]
+    current.generators = [(g, state_of(g)) for g, _ in snapshot.generators]
     current.python = None if snapshot.python is None else _python.peek()
     current.numpy = None if snapshot.numpy is None else _numpy.peek()
     put_back(snapshot)
@@ -219,7 +220,7 @@ def put_back(snapshot: RngSnapshot) -> None:
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
-        generator.set_state(state)
+        restore_state(generator, state)
     if snapshot.python is not None:
         _python.restore(snapshot.python)
     if snapshot.numpy is not None:
@@ -245,6 +246,8 @@ class OpRngState:
 
     device: torch.device
     state: torch.Tensor
+    generator: Any = None
+    """An explicit generator; None for the device's default one."""
 
     @staticmethod
     def capture(device: torch.device) -> OpRngState:
@@ -253,9 +256,16 @@ class OpRngState:
             return OpRngState(device, _cpu_generator.get_state())
         return OpRngState(device, device_module(device.type).get_rng_state(device))
 
+    @staticmethod
+    def capture_generator(generator: Any) -> OpRngState:
+        """Read an explicit generator."""
+        return OpRngState(torch.device("cpu"), state_of(generator), generator)
+
     def restore(self) -> None:
-        """Let the next draw on the device start from here."""
-        if self.device.type == "cpu":
+        """Let the next draw start from here."""
+        if self.generator is not None:
+            restore_state(self.generator, self.state)
+        elif self.device.type == "cpu":
             _cpu_generator.set_state(self.state)
         else:
             device_module(self.device.type).set_rng_state(self.state, self.device)

@@ -1,0 +1,85 @@
+"""Offloading: a value that a policy sends to host memory leaves forward as a copy there and comes back in backward.
+
+On an accelerator the copy out goes to pinned memory without waiting, and the copy back is placed right before its
+first reader. On the CPU there is no other memory to go to, and both are plain copies, as in the eager engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .joint_graph import PARTITIONER_TAG, tensor_of
+from .policy import OFFLOADS
+from .region_tag import policy_of
+
+_COPY = torch.ops.aten._to_copy.default
+_CLONE = torch.ops.aten.clone.default
+
+
+def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Rewrite forward's saved values and backward's inputs for what is to wait in host memory."""
+    output = forward.graph.output_node()
+    returned: Any = output.args[0]
+    values = list(returned)
+    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    saved = [k for k in range(num_fwd_outputs, len(values)) if is_offloaded(values[k])]
+    for k in saved:
+        received = inputs[values[k].name]
+        values[k] = _copy_out(forward.graph, values[k])
+        _copy_back(backward.graph, received, values[k].meta["val"])
+    if saved:
+        output.args = (tuple(values),)
+        forward.recompile()
+        backward.recompile()
+
+
+def is_offloaded(value: Any) -> bool:
+    """True for a value that a policy sends to host memory if it is kept at all."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or tensor_of(value) is None:
+        return False
+    return policy_of(value) in OFFLOADS
+
+
+def _copy_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A copy in host memory, taken as soon as the value is there."""
+    value = node.meta["val"]
+    with graph.inserting_after(node):
+        copy = _copy_of(graph, node, torch.device("cpu"), f"{node.name}_offloaded", pinned=value.device.type != "cpu")
+    copy.meta[PARTITIONER_TAG] = "is_forward"
+    return copy
+
+
+def _copy_back(graph: fx.Graph, received: fx.Node, host_value: Any) -> None:
+    """Bring a value back before its first reader."""
+    device = received.meta["val"].device
+    readers = list(received.users)
+    received.meta = {**received.meta, "val": host_value}
+    received.meta.pop("tensor_meta", None)
+    if not readers:
+        return
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    with graph.inserting_before(min(readers, key=order.__getitem__)):
+        copy = _copy_of(graph, received, device, f"{received.name}_reloaded", pinned=False)
+    copy.meta[PARTITIONER_TAG] = "is_backward"
+    copy.meta["autograd_backward"] = True
+    for reader in readers:
+        reader.replace_input_with(received, copy)
+
+
+def _copy_of(graph: fx.Graph, node: fx.Node, device: torch.device, name: str, *, pinned: bool) -> fx.Node:
+    value = node.meta["val"]
+    if value.device == device:
+        copy = graph.create_node("call_function", _CLONE, (node,), name=name)
+        new_value = value.clone()
+    else:
+        options: dict[str, Any] = {"device": device, "non_blocking": True}
+        if pinned:
+            options["pin_memory"] = True
+        copy = graph.create_node("call_function", _COPY, (node,), options, name=name)
+        new_value = value.to(device)
+    copy.meta = {key: kept for key, kept in node.meta.items() if key not in ("desc", "tensor_meta")}
+    copy.meta["val"] = new_value
+    return copy

@@ -1,0 +1,101 @@
+"""A region's arguments between forward and recomputation, and the error if one was changed in the meantime."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat.eager.errors import CheckpointError
+from remat.eager.state import version_of
+from remat.passes.torch_private import SavedTensor, make_saved_tensor, top_saved_tensors_hooks
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class SavedArguments:
+    """A region's arguments, with the versions of its tensors; hidden from an outer region if there is one."""
+
+    __slots__ = ("_args", "_kwargs", "_versions")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._versions: list[tuple[int, int]] | None = None
+        if top_saved_tensors_hooks(True) is not None:  # an outer region, or a user's own hooks
+            self._args: tuple[Any, ...] = tuple([_pack_argument(value) for value in args])
+            self._kwargs = {name: _pack_argument(value) for name, value in kwargs.items()}
+            return
+        self._args, self._kwargs = args, kwargs
+        values = (*args, *kwargs.values()) if kwargs else args
+        self._versions = [(i, _version(v)) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+
+    @property
+    def num_positional(self) -> int:
+        """How many of the arguments were passed by position."""
+        return len(self._args)
+
+    def keyword(self, position: int) -> str:
+        """Return the name of a keyword argument."""
+        return list(self._kwargs)[position]
+
+    def unpack(self, name_of: Callable[[int], str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments; raise, naming it, if one was changed in place since the forward."""
+        if self._versions is not None:
+            values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
+            for index, version in self._versions:
+                if _version(values[index]) != version:
+                    raise CheckpointError(changed_in_place(name_of(index)))
+            return self._args, self._kwargs
+        args = tuple([_unpack_argument(v, i, name_of) for i, v in enumerate(self._args)])
+        offset = len(args)
+        items = enumerate(self._kwargs.items())
+        return args, {name: _unpack_argument(v, offset + i, name_of) for i, (name, v) in items}
+
+
+def _unpack_argument(value: Any, index: int, name_of: Callable[[int], str]) -> Any:
+    if type(value) is not SavedTensor:
+        return value
+    try:
+        return value.unpack()
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # torch's own version check knows no name
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise CheckpointError(changed_in_place(name_of(index))) from error
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except (RuntimeError, AttributeError):
+        return version_of(tensor)
+
+
+def _pack_argument(value: Any) -> Any:
+    return make_saved_tensor(value, is_output=False) if isinstance(value, torch.Tensor) else value
+
+
+def changed_in_place(name: str) -> str:
+    """Return the message for a tensor that is no longer what the forward read."""
+    return (
+        f"{name} has been modified by an inplace operation between the forward of a checkpointed region "
+        f"and its "
+        "recomputation, which would give silently wrong gradients. Change it after backward, or give the "
+        "region a "
+        "clone of it."
+    )
+
+
+def argument_name(function: Any, index: int, arguments: SavedArguments) -> str:
+    """Return the name a function gives to its index-th argument, or its position."""
+    position = index - arguments.num_positional
+    if position >= 0:
+        return f"`{arguments.keyword(position)}`"
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        names = [p.name for p in inspect.signature(target).parameters.values() if p.kind in _POSITIONAL]
+    except (TypeError, ValueError):
+        names = []
+    return f"`{names[index]}`" if index < len(names) else f"number {index}"

@@ -1,0 +1,101 @@
+"""The recomputation of a selective region: ops that its forward kept are answered, the others run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from remat.eager.errors import CheckpointError
+from remat.eager.execution import local
+from remat.eager.ops import CAST, SAC_IGNORED_OPS, OpFacts, is_cached_cast, op_facts, op_key
+from remat.eager.recorder import Recorder
+from remat.eager.saved import OffloadedEntry, Store, map_tensors, tensors_of
+from remat.eager.selective_mode import SelectiveMode
+from remat.eager.user_code import nearest_user_line
+from remat.passes.module_path import current_module_path
+
+
+class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
+    """Answer the ops of a recomputation from what their forward kept, and run the others."""
+
+    def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
+        super().__init__()
+        self._owner = owner  # keeps the values alive where no frame does
+        if owner is None:
+            self._use(store if store is not None else Store())
+
+    def _use(self, store: Store) -> None:
+        self._store = store
+        self._counts: dict[Any, int] = defaultdict(int)
+        # Ops of which nothing was kept need only be counted.
+        kept = {id(CAST), *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
+        self._limits = {key: count for key, count in store.counts.items() if key not in kept}
+
+    def __enter__(self) -> Replayer:
+        if self._owner is not None:
+            self._use(self._owner.sink.store or Store())
+        if self._store.has_offloaded:
+            self._prefetch()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _prefetch(self) -> None:
+        for reference in self._store.entries.values():
+            entry = reference()
+            if isinstance(entry, OffloadedEntry):
+                entry.prefetch()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op of the recomputation, or return what its forward returned."""
+        if not self.num_suspensions:
+            limit = self._limits.get(id(func))
+            if limit:
+                self._limits[id(func)] = limit - 1
+                return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if self.num_suspensions or func in SAC_IGNORED_OPS or is_cached_cast(func, args):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        store, key = self._store, op_key(func, args)
+        number = self._counts[key]
+        self._counts[key] = number + 1
+        reference = store.entries.get((key, number))
+        entry = reference() if reference is not None else None
+        if entry is not None:
+            facts = op_facts(func)
+            return _write_again(facts, args, entry.take()) if facts.mutates else entry.take()
+        if key in self._limits or number >= store.counts.get(key, 0):
+            self._raise_surplus(func, key)
+        state = store.rng_states.get((key, number))
+        if state is not None:
+            state.restore()
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _raise_surplus(self, func: Any, key: Any) -> None:
+        """Raise for an op that the forward did not run."""
+        count = self._store.counts.get(key, 0)
+        running = local.execution
+        frame = running.frame if running is not None else None
+        region = frame.label if frame is not None else "this region"
+        path = current_module_path()
+        what = f"{func} invocation index {count}" if count else f"{func}"
+        raise CheckpointError(
+            f"{what} encountered during backward but not found in storage: the forward of {region} ran it "
+            f"{count} time(s), and the recomputation runs it once more, {nearest_user_line()}"
+            f"{f' in module {path}' if path else ''}. Likely cause: a cache that grew, control flow on data, "
+            "train and eval mode, or other state that changed in between."
+        )
+
+
+def _write_again(facts: OpFacts, args: Any, value: Any) -> Any:
+    """Give an op's arguments what the op wrote to them in forward, and return what it returned."""
+    if facts.updates_in_place:
+        return args[0].copy_(value)
+    written, out = value
+    targets = [t for i in facts.mutates if i < len(args) for t in tensors_of(args[i])]
+    with torch.no_grad():
+        for target, source in zip(targets, tensors_of(written), strict=True):
+            target.copy_(source)
+    # Tensors that such an op returns are those that it wrote to, in their order.
+    return_values = iter(targets)
+    return map_tensors(lambda tensor: next(return_values, tensor), out)

@@ -1,0 +1,205 @@
+"""What a policy saved: one entry per op, in a chain of segments that lives as long as somebody can ask for it.
+
+A holder that autograd owns keeps alive what was saved before it, so every value dies as soon as no living part of the
+graph can ask for a recomputation that passes it, and lives as long as one can, however many backwards there are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from remat.eager.errors import CheckpointError
+from remat.eager.offload import Offloaded, offload
+from remat.eager.rng import OpRngState
+from remat.eager.state import version_of
+from remat.passes.torch_private import DispatchKey, SetExcludeDispatchKeyGuard, tree_leaves, tree_map
+
+_VERSION_COUNTING = DispatchKey.ADInplaceOrView
+
+
+class OnMutation(Enum):
+    """What to do when a value that was saved is changed in place."""
+
+    COPY = "keep a copy of the value from before"
+    RAISE = "raise when the value is needed"
+    ALLOW = "hand out the changed value"
+
+
+class Entry:
+    """One op's saved output, as aliases without history: the real tensors would tie the graph into a knot."""
+
+    __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
+
+    def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False, is_pending: bool = False) -> None:
+        # What an in-place op wrote to may be anything, a buffer say, that others write to later. What a collective is
+        # still writing to cannot be copied yet.
+        self._is_copy = is_written and not is_pending and on_mutation is OnMutation.COPY
+        self._value = map_tensors(torch.clone if self._is_copy else alias_of, value)
+        # An in-place op's own change is counted only after the mode has returned its output.
+        if type(value) is torch.Tensor:
+            self._versions = [value._version + is_written]
+        else:
+            self._versions = [version_of(t) + is_written for t in tensors_of(self._value)]
+        self._on_mutation = on_mutation
+
+    @property
+    def val(self) -> Any:
+        """The value itself."""
+        return self._value
+
+    def before_mutation(self, storages: set[int]) -> None:
+        """Take a copy if one of the storages is about to be changed."""
+        if self._on_mutation is OnMutation.COPY and not self._is_copy:
+            tensors = tensors_of(self._value)
+            if any(storage_id(t) in storages for t in tensors):
+                self._value = map_tensors(torch.clone, self._value)
+                self._is_copy = True
+
+    def take(self) -> Any:
+        """Return the value as the op would have returned it: new tensors without history."""
+        value = self._value
+        if type(value) is torch.Tensor and not self._is_copy and value._version <= self._versions[0]:
+            return value.detach()
+        if self._is_copy:
+            return map_tensors(torch.clone, value)  # the op after it will change it again
+        if self._on_mutation is not OnMutation.ALLOW:
+            for tensor, version in zip(tensors_of(self._value), self._versions, strict=True):
+                if version_of(tensor) > version:
+                    raise CheckpointError(
+                        "Tensor cached during selective activation checkpoint has been mutated: its shape is "
+                        f"{tuple(tensor.shape)}. Save the value before the in-place op changes it by other "
+                        f"means, "
+                        "let the policy recompute it, or use a region's own `policy=`, which keeps a copy."
+                    )
+        return map_tensors(torch.Tensor.detach, self._value)
+
+
+class OffloadedEntry:
+    """One op's output, kept in host memory."""
+
+    __slots__ = ("__weakref__", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._value = map_tensors(offload, value)
+
+    @property
+    def val(self) -> Any:
+        """The value, brought back."""
+        return self.take()
+
+    def before_mutation(self, storages: set[int]) -> None:
+        """Do nothing: this is a copy anyway."""
+
+    def take(self) -> Any:
+        """Bring the value back to its device."""
+        return tree_map(lambda x: x.load() if isinstance(x, Offloaded) else x, self._value)
+
+    def prefetch(self) -> None:
+        """Start bringing the value back, where that can overlap with other work."""
+        for leaf in tree_leaves(self._value):
+            if isinstance(leaf, Offloaded):
+                leaf.prefetch()
+
+
+AnyEntry = Entry | OffloadedEntry
+OpKey = tuple[Any, int]
+
+
+class Store:
+    """What one forward of a region saved: counts for matching, values known weakly."""
+
+    __slots__ = ("children", "counts", "entries", "has_offloaded", "rng_after", "rng_states")
+
+    def __init__(self) -> None:
+        self.counts: defaultdict[Any, int] = defaultdict(int)
+        self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
+        self.rng_states: dict[OpKey, OpRngState] = {}
+        self.has_offloaded = False
+        self.rng_after: list[OpRngState] = []
+        self.children: dict[int, weakref.ref[Segment]] = {}
+
+    def restore_rng_after(self) -> None:
+        """Leave the random state as the forward did, though saved random ops were not drawn again."""
+        for state in self.rng_after:
+            state.restore()
+
+
+class Segment:
+    """A part of what a forward saved, with all parts before it."""
+
+    __slots__ = ("__weakref__", "is_taken", "items", "previous", "store")
+
+    def __init__(self, previous: Segment | None, store: Store) -> None:
+        self.previous = previous
+        self.store = store
+        self.items: list[Any] = []
+        self.is_taken = False  # by a holder; what is saved from now on must not live as long as that
+
+
+class Sink(Protocol):
+    """Where a recorder puts what it keeps: a frame, or a stand-in when no frame of ours is there."""
+
+    segment: Segment | None
+    store: Store | None
+
+
+class LooseSink:
+    """A sink of its own, for contexts that are entered by somebody else's checkpoint."""
+
+    __slots__ = ("segment", "store")
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.store: Store | None = None
+
+
+def open_segment(sink: Sink) -> Segment:
+    """Return the segment that new values go to."""
+    if sink.store is None:
+        sink.store = Store()
+    segment = sink.segment
+    if segment is None or segment.is_taken:
+        segment = sink.segment = Segment(segment, sink.store)
+    return segment
+
+
+def adopt_child(sink: Sink, index: int, child: Segment) -> None:
+    """Keep what an inner region saved as long as the outer one may be run again past it."""
+    segment = open_segment(sink)
+    segment.items.append(child)
+    assert sink.store is not None
+    sink.store.children[index] = weakref.ref(child)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory with no history but the same version counter."""
+    with SetExcludeDispatchKeyGuard(_VERSION_COUNTING, False):
+        return tensor.detach()
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor of a pytree."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, value)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return every tensor of a pytree."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identify the memory behind a tensor."""
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
+        return id(tensor)

@@ -1,0 +1,154 @@
+"""Collectives and effectful ops in selective regions run once; a policy that insists otherwise is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from eager_testing import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, OpCounter, selective
+from remat.passes.policy import PolicyError
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from remat.policies import recompute_all
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(4, requires_grad=True)
+
+
+class Twice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Let collectives double what they are given, as if another process had sent the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_runs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d.allreduce_.default:
+            self.num_runs += 1
+            for tensor in args[0]:
+                tensor.mul_(2)
+        return out
+
+
+def functional(x):
+    return collectives.all_reduce((x * 3).sin(), "sum", dist.group.WORLD).exp().sin()
+
+
+def in_place(x):
+    scale = (x.detach() * 3).sin()
+    dist.all_reduce(scale)
+    return (x * scale).exp().sin()
+
+
+def in_place_async(x):
+    scale = (x.detach() * 3).sin()
+    work = dist.all_reduce(scale, async_op=True)
+    y = x.cos()
+    work.wait()
+    return (y * scale).exp().sin()
+
+
+def gathered(x):
+    parts = [torch.empty(4)]
+    dist.all_gather(parts, (x.detach() * 3).sin())
+    return (x * parts[0]).exp().sin()
+
+
+def written_twice(x):
+    scale = (x.detach() * 3).sin()
+    dist.all_reduce(scale)
+    y = x * scale
+    dist.all_reduce(scale)
+    return (y * scale).exp().sin()
+
+
+def with_barrier(x):
+    y = x.sin()
+    dist.barrier()
+    return y.exp().sin()
+
+
+def always(answer):
+    return lambda ctx, op, *args, **kwargs: answer
+
+
+PROGRAMS = [functional, in_place, in_place_async, gathered, written_twice, with_barrier]
+ANSWERS = [PREFER_RECOMPUTE, MUST_SAVE, MUST_CPU_OFFLOAD]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
+def test_collectives_run_once_and_gradients_stay(function, answer, x):
+    with Twice():
+        plain = function(x)
+    with OpCounter() as gradient:
+        expected = torch.autograd.grad(plain.sum(), x)[0]
+    with Twice():
+        out = selective(always(answer), function, x)
+    with OpCounter() as backward, Twice() as communication:
+        found = torch.autograd.grad(out.sum(), x)[0]
+    assert torch.equal(found, expected)
+    assert communication.num_runs == 0
+    again = {
+        op for op in backward.counts - gradient.counts if any(word in op for word in ("reduce", "gather", "barrier"))
+    }
+    assert not again
+
+
+def test_the_second_backward_of_a_retained_graph_communicates_nothing_either(x):
+    with Twice() as communication:
+        out = selective(recompute_all(), written_twice, x)
+        first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        second = torch.autograd.grad(out.sum(), x)[0]
+    assert torch.equal(first, second)
+    assert communication.num_runs == 2
+
+
+@pytest.mark.parametrize("function", [functional, in_place, with_barrier], ids=lambda f: f.__name__)
+def test_must_recompute_of_a_collective_is_refused(function, x):
+    is_collective = lambda op: op.namespace in ("c10d", "_c10d_functional")  # noqa: E731
+    policy = lambda ctx, op, *args, **kwargs: MUST_RECOMPUTE if is_collective(op) else False  # noqa: E731
+    with pytest.raises(PolicyError, match=r"says MUST_RECOMPUTE for _?c10d.*, a collective, which runs once.*region"):
+        selective(policy, function, x)
+
+
+class TestEffectfulOps:
+    @pytest.fixture
+    def log(self):
+        calls = []
+        with torch.library._scoped_library("remat_test", "FRAGMENT") as library:
+            library.define("log(Tensor x) -> ()")
+            library.impl("log", lambda x: calls.append(x.shape), "CompositeExplicitAutograd")
+            op = torch.ops.remat_test.log.default
+            handle = _register_effectful_op(op, _EffectType.ORDERED)
+            yield functools.partial(op), calls
+            handle.destroy()
+
+    def test_they_run_once(self, log, x):
+        op, calls = log
+
+        def function(x):
+            y = x.sin()
+            op(y.detach())
+            return y.exp().sin()
+
+        selective(recompute_all(), function, x).sum().backward()
+        assert len(calls) == 1
+
+    def test_must_recompute_is_refused(self, log, x):
+        with pytest.raises(PolicyError, match=r"MUST_RECOMPUTE for remat_test.log.default, an effectful op"):
+            selective(lambda ctx, op, *args, **kwargs: MUST_RECOMPUTE, lambda x: (log[0](x.detach()), x.sin())[1], x)
