@@ -226,12 +226,17 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config_patches: dict[str, Any],
+    *,
+    inner_compile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with inductor under the given settings."""
-    from torch._inductor.compile_fx import compile_fx
+    """Compile a Dynamo graph with inductor under the given settings; `inner_compile` replaces its code generation."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
+    generate = compile_fx_inner if inner_compile is None else inner_compile
+    compiled = compile_fx(gm, example_inputs, inner_compile=generate, config_patches=config_patches)
     assert callable(compiled), "inductor returns files only when it compiles ahead of time"
     return compiled
 
@@ -253,6 +258,13 @@ def aot_compile(
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)
+
+
+def graph_break_of(error: Exception) -> str | None:
+    """Why Dynamo could not trace a function as one graph, in a line; None if the error is of another kind."""
+    from torch._dynamo.exc import Unsupported
+
+    return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
 
 
 def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
