@@ -76,10 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed: list[str] = []
     for name in arguments.models:
         for inner in arguments.inner:
+            measure = _measure_here if arguments.in_process else _measure_apart
             try:
-                sheet = (
-                    _measure_here(name, inner, arguments) if arguments.in_process else _apart(name, inner, arguments)
-                )
+                sheet = measure(name, inner, arguments)
             except subprocess.CalledProcessError as error:
                 print(f"{name}, {inner}: FAILED, exit status {error.returncode}; see above\n", flush=True)
                 failed.append(f"{name} {inner}")
