@@ -63,7 +63,7 @@ def chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -
     ]
     for number, one in enumerate(series):
         lines += _series(frame, one, number)
-    lines += _legend(series)
+    lines += _legend(frame, series)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -136,10 +136,14 @@ def _shape(x: float, y: float, number: int) -> str:
     return f'<path class="mark" d="M{x:.1f} {y:.1f}{outlines[MARKS[number % len(MARKS)]]}"/>'
 
 
-def _legend(series: Sequence[Series]) -> Iterator[str]:
+def _legend(frame: _Frame, series: Sequence[Series]) -> Iterator[str]:
+    """Name the series in the upper corner where fewer marks are in the way."""
+    upper = [frame.x(mark.x) for one in series for mark in one.marks if frame.y(mark.y) < HEIGHT / 2]
+    is_left = 2 * sum(x < WIDTH / 2 for x in upper) < len(upper)
+    edge, inwards, anchor = (LEFT, 1, "start") if is_left else (WIDTH - RIGHT, -1, "end")
     named = [(number, one.name) for number, one in enumerate(series) if one.name]
     for row, (number, name) in enumerate(named):
         y = TOP + 14 + 18 * row
         colour = COLOURS[number % len(COLOURS)]
-        yield f'<g class="series" stroke="{colour}" fill="{colour}">{_shape(WIDTH - RIGHT - 14, y - 4, number)}</g>'
-        yield f'<text class="ink" x="{WIDTH - RIGHT - 26}" y="{y}" text-anchor="end">{escape(name)}</text>'
+        yield f'<g class="series" stroke="{colour}" fill="{colour}">{_shape(edge + 14 * inwards, y - 4, number)}</g>'
+        yield f'<text class="ink" x="{edge + 26 * inwards}" y="{y}" text-anchor="{anchor}">{escape(name)}</text>'

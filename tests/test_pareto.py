@@ -297,6 +297,14 @@ def test_ticks_are_round_and_reach_the_highest_value(highest: float, expected: l
     assert ticks(highest) == expected
 
 
+@pytest.mark.parametrize(("slope", "anchor"), [(1, "start"), (-1, "end")])
+def test_legend_keeps_out_of_the_way(slope: int, anchor: str) -> None:
+    marks = tuple(Mark(x, 5 + slope * (x - 5)) for x in range(11))
+    root = ElementTree.fromstring(chart([Series("name", marks)], title="", x_label="", y_label=""))
+    (legend,) = [element for element in root.iter("{http://www.w3.org/2000/svg}text") if element.text == "name"]
+    assert legend.get("text-anchor") == anchor
+
+
 def test_chart_escapes_what_it_is_given() -> None:
     text = chart([Series("<a>", (Mark(1, 2, "x & y"),))], title="a < b", x_label="", y_label="")
     root = ElementTree.fromstring(text)
