@@ -2,11 +2,16 @@
 
     python benchmarks/planning_time.py
     python benchmarks/planning_time.py --layers 2,8,32 --no-torch-above 32 --nodes 20000
+    python benchmarks/planning_time.py --layers 32 --nodes 0 --budget 0.5
 
 The graphs are Llama-shaped, traced as inductor traces them and caught at the moment inductor calls its partitioner;
 nothing is lowered or run, so small widths do: planning depends on the number of nodes, not on their sizes. Both
 partitioners split copies of the same graph, in turns, each repetition with a fresh partitioner object. Times are
 processor times: planning is a single thread's work, and other processes on the machine are not its business.
+
+With --budget both plan for that fraction: remat of the activation peak, torch of the bytes it saves. remat's plan
+without a budget may keep within it anyway, so remat is also timed where it has to search: at a fifth of the peak, and
+for the lowest peak that it finds. What counts is the slowest of the three.
 
 A last line is remat alone on a synthetic joint graph (see synthetic.py), with the memory that planning adds: the larger
 of what the process grows by while it plans, and of what Python allocates in another run (the process may reuse memory
@@ -34,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.fx as fx
 from synthetic import synthetic_joint
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -45,6 +51,9 @@ import remat
 LAYERS = (2, 4, 8, 16, 32, 64, 128)
 MAX_RATIO, MAX_RATIO_FROM_LAYERS = 0.2, 32
 MAX_EXPONENT = 1.15
+MAX_BUDGET_RATIO, MAX_BUDGET_SECONDS, BUDGET_LAYERS = 0.5, 3.0, 32
+SEARCHED_BUDGETS: tuple[float | int, ...] = (0.2, 1024)
+"""Budgets that the plain cut does not meet; no model gets by with 1024 bytes, so that one finds the lowest peak."""
 MAX_SYNTHETIC_SECONDS, MAX_SYNTHETIC_GIB = 10.0, 2.0
 GIB = 2**30
 
@@ -60,6 +69,8 @@ class Row:
     capture_seconds: float
     remat_seconds: tuple[float, ...]
     torch_seconds: tuple[float, ...]
+    remat_seconds_by_budget: dict[str, tuple[float, ...]]
+    """With a budget: all that was timed; the slowest of them is what `remat_seconds` has."""
 
     @property
     def ratio(self) -> float | None:
@@ -84,16 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     torch.set_num_threads(1)
     print(f"{'layers':>6} {'nodes':>7} | {'torch, s':>9} {'remat, s':>9} {'(first)':>9} | ratio", flush=True)
-    _measure_layers(1, with_torch=True, repeats=1)  # imports, calibration and op tables are not planning
+    budget = arguments.budget
+    _measure_layers(1, with_torch=True, repeats=1, budget=budget)  # imports, calibration and op tables are not planning
     rows = []
     for num_layers in arguments.layers:
-        row = _measure_layers(num_layers, num_layers <= arguments.no_torch_above, arguments.repeats)
+        row = _measure_layers(num_layers, num_layers <= arguments.no_torch_above, arguments.repeats, budget)
         rows.append(row)
         print(_text(row), flush=True)
     if len(rows) > 1:
         print(_exponents(rows))
     if rows:
-        print(_ratios(rows))
+        print(_ratios(rows) if budget is None else _budget_verdict(rows))
     synthetic = _measure_synthetic(arguments.nodes, arguments.repeats) if arguments.nodes else None
     if synthetic:
         print(_synthetic_text(synthetic))
@@ -139,25 +151,31 @@ def _llama(num_layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
-def _measure_layers(num_layers: int, with_torch: bool, repeats: int) -> Row:
+def _measure_layers(num_layers: int, with_torch: bool, repeats: int, budget: float | None) -> Row:
     """Trace one model and time both partitioners inside the compilation, where they run for users."""
     rows: list[Row] = []
     start = time.perf_counter()
 
     def measure(joint: fx.GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> None:
         capture_seconds = time.perf_counter() - start
-        remat_seconds: list[float] = []
+        budgets = [budget] if budget is None else [budget, *SEARCHED_BUDGETS]
+        remat_seconds: dict[str, list[float]] = {str(b): [] for b in budgets}
         torch_seconds: list[float] = []
         for repeat in range(repeats):
             _say(f"{num_layers} layers, {len(joint.graph.nodes)} nodes, repetition {repeat + 1} of {repeats}")
-            partitioner = remat.partitioner()
-            remat_seconds.append(_time(lambda gm, p=partitioner: p(gm, joint_inputs, **kwargs), joint))
+            for b in budgets:
+                partitioner = remat.partitioner(memory_budget=b, on_infeasible="minimum")
+                seconds = _time(lambda gm, p=partitioner: p(gm, joint_inputs, **kwargs), joint)
+                remat_seconds[str(b)].append(seconds)
             if with_torch:
-                torch_seconds.append(
-                    _time(lambda gm: min_cut_rematerialization_partition(gm, joint_inputs, **kwargs), joint)
-                )
+                with torch._functorch.config.patch(activation_memory_budget=1.0 if budget is None else budget):
+                    torch_seconds.append(
+                        _time(lambda gm: min_cut_rematerialization_partition(gm, joint_inputs, **kwargs), joint)
+                    )
+        by_budget = {name: tuple(seconds) for name, seconds in remat_seconds.items()}
+        slowest = max(by_budget.values(), key=statistics.median)
         nodes = len(joint.graph.nodes)
-        rows.append(Row(num_layers, nodes, capture_seconds, tuple(remat_seconds), tuple(torch_seconds)))
+        rows.append(Row(num_layers, nodes, capture_seconds, slowest, tuple(torch_seconds), by_budget))
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         patches = {"custom_partitioner_fn": _AtPartitioning(measure), "force_disable_caches": True}
@@ -182,7 +200,10 @@ def _time(split: Split, joint: fx.GraphModule) -> float:
         gm = copy.deepcopy(joint)
     gc.collect()
     start = time.process_time()
-    split(gm)
+    with warnings.catch_warnings():
+        # A budget that cannot be met is asked for on purpose.
+        warnings.filterwarnings("ignore", message="memory_budget=", category=UserWarning)
+        split(gm)
     return time.process_time() - start
 
 
@@ -296,6 +317,19 @@ def _ratios(rows: list[Row]) -> str:
     )
 
 
+def _budget_verdict(rows: list[Row]) -> str:
+    rows = [row for row in rows if row.num_layers == BUDGET_LAYERS and row.ratio is not None]
+    if not rows:
+        return f"planning with a budget: not measured at {BUDGET_LAYERS} layers"
+    seconds = statistics.median(rows[0].remat_seconds)
+    parts = (f"{name}: {statistics.median(s):.2f} s" for name, s in rows[0].remat_seconds_by_budget.items())
+    return (
+        f"planning with a budget at {BUDGET_LAYERS} layers, by budget {', '.join(parts)}\n"
+        f"slowest: {seconds:.2f} s ({_judged(seconds, MAX_BUDGET_SECONDS)}), "
+        f"{rows[0].ratio:.3f} of torch's time ({_judged(rows[0].ratio, MAX_BUDGET_RATIO)})"
+    )
+
+
 def _synthetic_text(row: SyntheticRow) -> str:
     seconds, gib = statistics.median(row.seconds), row.added_bytes / GIB
     return (
@@ -319,6 +353,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--nodes", type=int, default=100_000, help="size of the synthetic graph, 0 to skip it (default: %(default)s)"
     )
+    parser.add_argument("--budget", type=float, help="plan for this fraction, both sides (default: for time alone)")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args(argv)
     arguments.layers = [int(n) for n in arguments.layers.split(",") if n]

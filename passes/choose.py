@@ -124,6 +124,10 @@ def _action(node: fx.Node, is_saved: bool) -> Action:
 
 def _reason(problem: FlowProblem, v: int, is_saved: bool) -> Reason:
     i, constraint = problem.bases[v], problem.constraint(v)
+    if constraint.prefers is not None and constraint.no_save is None and constraint.no_recompute is None:
+        if is_saved:
+            return constraint.prefers if constraint.prefers is Reason.POLICY_SAVE else Reason.AGAINST_RECOMPUTE
+        return constraint.prefers if constraint.prefers is Reason.POLICY_RECOMPUTE else Reason.AGAINST_SAVE
     if is_saved:
         return constraint.no_recompute or Reason.ON_CUT
     if constraint.no_save is not None:

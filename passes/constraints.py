@@ -25,7 +25,7 @@ from .joint_graph import (
     whole_descriptor,
 )
 from .op_facts import facts_of
-from .policy import OFFLOADS, RECOMPUTES, PolicyError
+from .policy import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError
 from .region_tag import REGION_TAG, is_port, policy_of, region_of, region_of_formula
 from .source import source_line
 from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
@@ -41,6 +41,8 @@ class Reason(Enum):
     NOT_A_TENSOR = "not a tensor; its parts are saved instead"
     POLICY_SAVE = "policy says save"
     POLICY_RECOMPUTE = "policy says recompute"
+    AGAINST_SAVE = "the policy would rather save it, but the budget is short"
+    AGAINST_RECOMPUTE = "the policy would rather recompute it, but that costs more than the budget asks for"
     POLICY_OFFLOAD = "policy says offload"
     REGION_OUTPUT = "leaves its region; the outside needs it"
     HOLDS_SEED = "holds the random seed that recomputation replays"
@@ -66,6 +68,8 @@ class Constraint:
     no_recompute: Reason | None = None
     is_free: bool = False
     """Backward has it anyway: nothing to decide."""
+    prefers: Reason | None = None
+    """What a policy would like, POLICY_SAVE or POLICY_RECOMPUTE, where a budget may overrule it."""
 
 
 FREE = Constraint(is_free=True)
@@ -82,18 +86,26 @@ class Constraints:
     """Inputs that forward overwrites, and their views: to save one is to save a copy of the old data."""
 
 
-def find_constraints(graph: JointGraph) -> Constraints:
-    """Find what may be done with each value on the forward side."""
+def find_constraints(graph: JointGraph, *, preferences_bind: bool = True) -> Constraints:
+    """Find what may be done with each value on the forward side.
+
+    Without a budget a policy's preferences are as good as orders; with one they are prices.
+    """
     tainted = _aliases_of(graph, _mutated_inputs(graph))
     written = (_written_in_place(graph) - tainted) | _written_within_backward(graph)
     found: list[Constraint | None] = []
     for i, role in enumerate(graph.roles):
-        found.append(_constraint(graph, i, tainted, written, found) if role in FORWARD_SIDE else None)
+        found.append(_constraint(graph, i, tainted, written, found, preferences_bind) if role in FORWARD_SIDE else None)
     return Constraints(of=tuple(found), saved_by_copy=frozenset(tainted))
 
 
 def _constraint(
-    graph: JointGraph, i: int, tainted: set[int], written: set[int], found: Sequence[Constraint | None]
+    graph: JointGraph,
+    i: int,
+    tainted: set[int],
+    written: set[int],
+    found: Sequence[Constraint | None],
+    preferences_bind: bool,
 ) -> Constraint:
     node = graph.nodes[i]
     if node.op == "get_attr" or is_sym_node(node):
@@ -102,7 +114,10 @@ def _constraint(
         return Constraint(no_recompute=Reason.MUTATED_INPUT) if i in tainted else FREE
     no_recompute = _cannot_recompute(graph, i, tainted, written, found)
     by_nature = Constraint(no_save=_cannot_save(graph, i), no_recompute=no_recompute)
-    return _under_policy(graph, i, by_nature, found)
+    if not preferences_bind and policy_of(node) in PREFERENCES and not is_port(node):
+        liked = Reason.POLICY_RECOMPUTE if policy_of(node) in RECOMPUTES else Reason.POLICY_SAVE
+        return replace(by_nature, prefers=liked)
+    return _under_policy(graph, i, by_nature, found, preferences_bind)
 
 
 def _cannot_save(graph: JointGraph, i: int) -> Reason | None:
@@ -153,14 +168,16 @@ def _reads_layout(graph: JointGraph, i: int, tainted: set[int]) -> bool:
 # -------------------------------------------------------------------------------------------------- policies
 
 
-def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None]) -> Constraint:
+def _under_policy(
+    graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None], preferences_bind: bool
+) -> Constraint:
     """Add what the region's policy asks for. PREFER_RECOMPUTE yields where an op cannot be run again."""
     node, policy = graph.nodes[i], policy_of(graph.nodes[i])
     if is_port(node):
         kept_anyway = (base := found[graph.inputs[i][0]]) is not None and base.no_save is None
         return by_nature if kept_anyway else replace(by_nature, no_recompute=Reason.REGION_OUTPUT)
     if policy is None:
-        return _of_formula(graph, i, by_nature, found)
+        return _of_formula(graph, i, by_nature, found, preferences_bind)
     if policy is CheckpointPolicy.MUST_RECOMPUTE:
         if by_nature.no_recompute in _RUN_ONCE and region_of(node) is not None:
             raise _contradiction(node, by_nature.no_recompute)
@@ -174,11 +191,14 @@ def _under_policy(graph: JointGraph, i: int, by_nature: Constraint, found: Seque
     return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE)
 
 
-def _of_formula(graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None]) -> Constraint:
+def _of_formula(
+    graph: JointGraph, i: int, by_nature: Constraint, found: Sequence[Constraint | None], preferences_bind: bool
+) -> Constraint:
     """Keep what only a backward formula needs out of forward, if the formula's op is in a region."""
     if graph.roles[i] is not Role.EITHER or by_nature.no_recompute is not None:
         return by_nature
-    asked = region_of_formula(graph.nodes[i]) is not None or _reads_recomputed(graph, i, found)
+    in_region = preferences_bind and region_of_formula(graph.nodes[i]) is not None
+    asked = in_region or _reads_recomputed(graph, i, found)
     return replace(by_nature, no_save=by_nature.no_save or Reason.POLICY_RECOMPUTE) if asked else by_nature
 
 

@@ -16,6 +16,10 @@ from .joint_graph import JointGraph
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
 from .source import source_line
 
+PREFERENCE = 4
+"""How many times dearer it is to recompute what a policy would rather save. A choice, not a measurement: a preference
+yields where the budget cannot be met otherwise, or only at several times the cost."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowProblem:
@@ -90,10 +94,15 @@ class FlowProblem:
         i, constraint = self.bases[v], self.constraint(v)
         if is_kept and constraint.no_save is None:
             return Value(save_price=0, recompute_price=FORBIDDEN, inputs=self.inputs[v], needed=True)
-        extra = round(ticks_per_byte * self.costs.num_bytes[i])
+        save_ticks = self.costs.save_ticks[i] + round(ticks_per_byte * self.costs.num_bytes[i])
+        recompute_ticks = self.costs.recompute_ticks[i]
+        if constraint.prefers is Reason.POLICY_RECOMPUTE:
+            save_ticks += recompute_ticks
+        elif constraint.prefers is Reason.POLICY_SAVE:
+            recompute_ticks = PREFERENCE * recompute_ticks + save_ticks
         return Value(
-            save_price=FORBIDDEN if constraint.no_save else self.costs.save_ticks[i] + extra,
-            recompute_price=FORBIDDEN if constraint.no_recompute else self.costs.recompute_ticks[i],
+            save_price=FORBIDDEN if constraint.no_save else save_ticks,
+            recompute_price=FORBIDDEN if constraint.no_recompute else recompute_ticks,
             inputs=self.inputs[v],
             needed=v in self.needed,
         )

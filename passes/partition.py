@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from .budget import Budget
-from .choose import choose_plan
+from .choose import Chosen, choose_plan
 from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
@@ -17,7 +17,7 @@ from .joint_graph import JointGraph
 from .offload import offload_values
 from .plan import Plan
 from .ports import close_ports, open_ports
-from .storage import find_storages
+from .storage import Storages, find_storages
 from .stored import apply_plan
 from .verify import verify_extracted, verify_schedule
 
@@ -45,21 +45,41 @@ class Request:
     """Everything that the plan depends on beside its graph."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A joint graph with all that planning needs to know of it."""
+
+    problem: FlowProblem
+    storages: Storages
+    num_fwd_outputs: int
+
+
 def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
+    prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
+    if request.stored:
+        chosen = apply_plan(prepared.problem, request.stored)
+    else:
+        chosen = choose_plan(prepared.problem, prepared.storages, request.budget, request.key)
+    return split(prepared, chosen)
+
+
+def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Prepared:
+    """Find out what a joint graph computes, what may be done with it, and what that costs."""
     open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
-    constraints = find_constraints(graph)
+    constraints = find_constraints(graph, preferences_bind=request.budget is None)
     costs = price(graph, request.cost_model)
-    problem = FlowProblem.build(graph, constraints, costs)
     storages = find_storages(graph, fuses=request.fuses)
-    if request.stored:
-        chosen = apply_plan(problem, request.stored)
-    else:
-        chosen = choose_plan(problem, storages, request.budget, request.key)
+    return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
+
+
+def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
+    """Write the two graphs of a plan, and check them."""
+    graph, constraints = prepared.problem.graph, prepared.problem.constraints
     verify_schedule(graph, constraints, chosen.schedule)
     extracted = extract(graph, constraints, chosen.schedule)
     verify_extracted(graph, extracted)
-    offload_values(extracted.forward, extracted.backward, num_fwd_outputs)
+    offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
     close_ports(extracted.forward, extracted.backward)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)

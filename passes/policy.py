@@ -22,6 +22,9 @@ Policy = PolicyFunction | Sequence[Any]
 
 SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
+PREFERENCES = frozenset(
+    {CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_CPU_OFFLOAD}
+)
 RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
 

@@ -254,18 +254,28 @@ def inductor_mode_options() -> dict[str, dict[str, Any]]:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: list[Any], config_patches: dict[str, Any], may_fuse: MayFuse | None
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config_patches: dict[str, Any],
+    *,
+    may_fuse: MayFuse | None = None,
+    inner_compile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with inductor under the given settings; `may_fuse` may forbid a fusion."""
+    """Compile a Dynamo graph with inductor under the given settings.
+
+    `may_fuse` may forbid a fusion; `inner_compile` replaces code generation.
+    """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
-    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+    generate = compile_fx_inner if inner_compile is None else inner_compile
+
+    def generate_code(*args: Any, **kwargs: Any) -> Any:
         # Inductor reads its setting for this once per thread, so a setting would come too late.
         with nullcontext() if may_fuse is None else V.set_choices_handler(_choices_with(may_fuse)):
-            return compile_fx_inner(*args, **kwargs)
+            return generate(*args, **kwargs)
 
-    compiled = compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches)
+    compiled = compile_fx(gm, example_inputs, inner_compile=generate_code, config_patches=config_patches)
     assert callable(compiled), "inductor returns files only when it compiles ahead of time"
     return compiled
 
@@ -316,6 +326,13 @@ def aot_compile(
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)
+
+
+def graph_break_of(error: Exception) -> str | None:
+    """Why Dynamo could not trace a function as one graph, in a line; None if the error is of another kind."""
+    from torch._dynamo.exc import Unsupported
+
+    return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
 
 
 def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from .region import checkpoint_region, is_recomputing
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .frontier import pareto
     from .partition_fn import partitioner
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compat",
     "is_recomputing",
     "name",
+    "pareto",
     "partitioner",
     "policies",
     "remove",
@@ -46,4 +48,8 @@ def __getattr__(name: str) -> Any:
         from .partition_fn import partitioner
 
         return partitioner
+    if name == "pareto":
+        from .frontier import pareto
+
+        return pareto
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ def remat(
         has_order = parsed.budget is not None or bool(parsed.plans)
         memory = KEEP_ORDER if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
-        return inductor_compile(gm, example_inputs, settings, may_fuse if has_order else None)
+        return inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
     return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
 
 

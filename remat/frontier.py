@@ -1,0 +1,296 @@
+"""The frontier of time and activation peak: how fast a training step can be for the memory it may take.
+
+The function is traced and planned for a ladder of budgets, from the peak without recomputation down to the lowest one
+that any plan reaches. Points that another one beats in both time and peak are dropped. Each point has its plan, which
+can be stored and applied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch.fx as fx
+
+from .capture import Captured, Split, capture
+from .chart import Mark, Series, chart
+from .options import Options
+from .partition_fn import Partitioner
+from .passes.budget import Budget, Offer, Planner
+from .passes.choose import write_plan
+from .passes.cost import TICKS_PER_SECOND
+from .passes.errors import OptionError, RematError
+from .passes.partition import Request, prepare, split
+from .passes.plan import Plan, mebibytes
+from .passes.verify import verify_schedule
+
+FORMAT = 1
+"""Version of the JSON form."""
+
+NUM_BUDGETS = 16
+"""How many budgets are asked for between the highest and the lowest peak, unless told."""
+
+ANY_BUDGET = Budget(text="pareto", fraction=1.0)
+"""The frontier is one of budgets: what a policy prefers is a price on it."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One plan on the frontier."""
+
+    peak_bytes: int
+    """Its predicted activation peak."""
+    extra_seconds: float
+    """What it adds to a step of the fastest plan, as far as the cost model knows."""
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The plans of one joint graph that no other found plan beats in both peak and time, fastest first."""
+
+    points: tuple[Point, ...]
+    peak_without_recompute_bytes: int
+    """The predicted peak if everything that backward reads were kept."""
+    num_nodes: int
+    """Nodes of the joint graph."""
+
+    @property
+    def lowest_peak_bytes(self) -> int:
+        """The lowest activation peak that a plan reaches."""
+        return self.points[-1].peak_bytes
+
+    def within(self, budget_bytes: int) -> Point | None:
+        """The fastest point whose peak fits; None if none does."""
+        return next((point for point in self.points if point.peak_bytes <= budget_bytes), None)
+
+    def __str__(self) -> str:
+        whole = self.peak_without_recompute_bytes
+        lines = [
+            f"joint graph of {self.num_nodes} nodes; peak without recompute {mebibytes(whole).strip()}",
+            f"  {'peak':>13}  {'of that':>7}  {'extra time':>11}  {'saved':>13}  planner",
+        ]
+        for point in self.points:
+            lines.append(
+                f"  {mebibytes(point.peak_bytes)}  {point.peak_bytes / max(whole, 1):>7.1%}  "
+                f"{1e3 * point.extra_seconds:>8.2f} ms  {mebibytes(point.plan.saved_bytes)}  {point.plan.planner}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Pareto:
+    """The frontier of every joint graph of a function."""
+
+    graphs: tuple[Frontier, ...]
+    """One frontier per joint graph, in the order in which they were traced."""
+    graph_break: str
+    """Why there are several graphs; empty if the function is one graph."""
+
+    @property
+    def largest(self) -> Frontier:
+        """The frontier of the graph with the highest peak without recompute."""
+        return max(self.graphs, key=lambda graph: graph.peak_without_recompute_bytes)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points of the largest graph."""
+        return self.largest.points
+
+    def __str__(self) -> str:
+        parts = [str(graph) for graph in self.graphs]
+        if len(parts) > 1:
+            reason = f": {self.graph_break}" if self.graph_break else ""
+            parts.insert(0, f"{len(self.graphs)} joint graphs{reason}")
+        return "\n\n".join(parts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the frontier in the form that the file's suffix names: .svg, .html, .json (with all plans) or .txt."""
+        writers: dict[str, Callable[[], str]] = {
+            ".svg": self.to_svg,
+            ".html": self.to_html,
+            ".json": self.to_json,
+            ".txt": lambda: f"{self}\n",
+        }
+        target = Path(path)
+        if target.suffix not in writers:
+            raise OptionError(f"{os.fspath(path)!r}: expected a file name that ends in {', '.join(writers)}")
+        target.write_text(writers[target.suffix](), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """All figures and plans as JSON text."""
+        graphs = [
+            {
+                "num_nodes": graph.num_nodes,
+                "peak_without_recompute_bytes": graph.peak_without_recompute_bytes,
+                "points": [
+                    {
+                        "peak_bytes": point.peak_bytes,
+                        "extra_seconds": point.extra_seconds,
+                        "plan": json.loads(point.plan.to_json()),
+                    }
+                    for point in graph.points
+                ],
+            }
+            for graph in self.graphs
+        ]
+        return json.dumps({"format": FORMAT, "graph_break": self.graph_break, "graphs": graphs}, indent=1) + "\n"
+
+    def to_svg(self) -> str:
+        """A chart of extra time over activation peak, a line per graph."""
+        series = [
+            Series(
+                name=f"graph {number}, {graph.num_nodes} nodes" if len(self.graphs) > 1 else "",
+                marks=tuple(_mark(point, graph.peak_without_recompute_bytes) for point in graph.points),
+            )
+            for number, graph in enumerate(self.graphs)
+        ]
+        executor = self.points[0].plan.peak.executor
+        return chart(
+            series,
+            title=f"Time for memory, predicted for {executor}",
+            x_label="activation peak, MiB",
+            y_label="time added to the fastest step, ms",
+        )
+
+    def to_html(self) -> str:
+        """A page with the chart and the table."""
+        return (
+            '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>remat: time for memory</title>\n'
+            "<style>:root { color-scheme: light dark; font-family: system-ui, sans-serif; } body { max-width: 60rem; "
+            f"margin: 2rem auto; padding: 0 1rem; }}</style>\n{self.to_svg()}<pre>{escape(str(self))}</pre>\n</html>\n"
+        )
+
+
+def _mark(point: Point, whole_bytes: int) -> Mark:
+    title = (
+        f"{mebibytes(point.peak_bytes).strip()} ({point.peak_bytes / max(whole_bytes, 1):.0%} of the peak without "
+        f"recompute), {1e3 * point.extra_seconds:.2f} ms, planner: {point.plan.planner}"
+    )
+    return Mark(point.peak_bytes / 2**20, 1e3 * point.extra_seconds, title)
+
+
+def pareto(
+    function: Callable[..., Any],
+    *args: Any,
+    inner: str = "inductor",
+    cost_model: Any = "roofline",
+    num_budgets: int = NUM_BUDGETS,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Pareto:
+    """Find how much time a training step takes for how much memory, and the plan for each.
+
+    `function` is a module or a function that is called with `args` and `kwargs`; it is traced, not run, unless a graph
+    break makes it several graphs (then it runs forward once, and there is a frontier per graph). `inner` and
+    `cost_model` are the options of `torch.compile(backend="remat")`; a point's plan is applied by
+    `options={"inner": inner, "plan": point.plan}`. Progress goes to stderr if that is a terminal, or as `progress`
+    says.
+    """
+    if isinstance(num_budgets, bool) or not isinstance(num_budgets, int) or num_budgets < 1:
+        raise OptionError(f"num_budgets={num_budgets!r}: expected a whole number from 1")
+    options = Options.parse({"inner": inner, "cost_model": cost_model})
+    request = Partitioner(options).request
+    found: list[Frontier] = []
+    with _Progress(sys.stderr.isatty() if progress is None else progress) as say:
+
+        def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Split:
+            frontier, split = _plan_graph(joint, num_fwd_outputs, request, num_budgets, say)
+            found.append(frontier)
+            return split
+
+        say("tracing")
+        captured = capture(function, args, kwargs, visit, fuses=options.fuses)
+    if not found:
+        raise RematError(_nothing_to_plan(function, captured))
+    return Pareto(tuple(found), captured.graph_break)
+
+
+def _plan_graph(
+    joint: fx.GraphModule, num_fwd_outputs: int, request: Request, num_budgets: int, say: Say
+) -> tuple[Frontier, Split]:
+    """Find the frontier of one joint graph, and split it by its fastest plan so that tracing can go on."""
+    prepared = prepare(joint, replace(request, budget=ANY_BUDGET), num_fwd_outputs=num_fwd_outputs)
+    problem, storages = prepared.problem, prepared.storages
+    planner = Planner(problem, storages)
+    whole = planner.without_recompute.peak_bytes
+    points = []
+    for offer in undominated(_offers(planner, num_budgets, say)):
+        verify_schedule(problem.graph, problem.constraints, offer.schedule)
+        chosen = write_plan(
+            problem, storages, offer, request.key, budget_bytes=offer.peak_bytes, without_recompute_bytes=whole
+        )
+        extra_ticks = offer.extra_ticks - planner.fastest.extra_ticks
+        points.append(Point(offer.peak_bytes, max(extra_ticks, 0) / TICKS_PER_SECOND, chosen.plan))
+    halves = split(prepared, write_plan(problem, storages, planner.fastest, request.key))
+    return Frontier(tuple(points), whole, len(problem.graph.nodes)), (halves.forward, halves.backward)
+
+
+def _offers(planner: Planner, num_budgets: int, say: Say) -> Iterator[Offer]:
+    """Ask for ever smaller budgets; one that the last plan keeps within anyway would give that plan again."""
+    size = f"{len(planner.problem.graph.nodes)} nodes"
+    say(f"{size}: looking for the lowest peak")
+    yield from (planner.fastest, planner.without_recompute, planner.lowest)
+    reached = planner.fastest.peak_bytes
+    budgets = ladder(reached, planner.lowest.peak_bytes, num_budgets)
+    for number, budget_bytes in enumerate(budgets, start=1):
+        if reached <= budget_bytes:
+            continue
+        say(f"{size}: budget {number} of {len(budgets)}, {mebibytes(budget_bytes).strip()}")
+        offer = planner.within(budget_bytes)
+        if offer is not None:
+            reached = offer.peak_bytes
+            yield offer
+
+
+def ladder(highest: int, lowest: int, num_budgets: int) -> list[int]:
+    """Budgets from just below the highest peak down to the lowest, in even steps, each once."""
+    steps = ((highest - lowest) * step // num_budgets for step in range(1, num_budgets + 1))
+    return list(dict.fromkeys(highest - step for step in steps if step))
+
+
+def undominated(offers: Iterable[Offer]) -> Sequence[Offer]:
+    """Drop what another offer beats or equals in both peak and time; the rest, fastest first."""
+    kept: list[Offer] = []
+    for offer in sorted(offers, key=lambda o: (o.extra_ticks, o.peak_bytes)):
+        if not kept or offer.peak_bytes < kept[-1].peak_bytes:
+            kept.append(offer)
+    return kept
+
+
+def _nothing_to_plan(function: Callable[..., Any], captured: Captured) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not captured.num_graphs:
+        return f"pareto({name}): this function calls no tensor operation that can be traced; there is nothing to plan."
+    return (
+        f"pareto({name}): no result of this function needs a gradient, so there is no backward pass to plan for. "
+        "Give it parameters or inputs with requires_grad=True, and call pareto outside of torch.no_grad()."
+    )
+
+
+class _Progress:
+    """A line on stderr that overwrites itself in a terminal; plain lines elsewhere."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+
+    def __enter__(self) -> Say:
+        return self._say
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        if not self.shown:
+            return
+        start, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+        print(f"{start}remat.pareto: {text}", end=end, file=sys.stderr, flush=True)
