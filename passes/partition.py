@@ -68,7 +68,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     """Find out what a joint graph computes, what may be done with it, and what that costs."""
     open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
-    constraints = find_constraints(graph, preferences_bind=request.budget is None)
+    constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)
     costs = price(graph, request.cost_model)
     storages = find_storages(graph, fuses=request.fuses)
     return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
