@@ -16,6 +16,7 @@ from .chain_planner import PRICES, Chain, ChainProgramme
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
+from .improve import Improver
 from .joint_graph import Role
 from .plan import source_line
 from .schedule import Schedule, schedule_backward
@@ -102,6 +103,11 @@ class Planner:
         return Chain(self.problem, self.storages)
 
     @cached_property
+    def improver(self) -> Improver[Offer]:
+        """A local search around offers."""
+        return Improver(self.problem, lambda schedule: self._offer(schedule, "search"))
+
+    @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:
         """The plain cut at rising prices per byte."""
         return tuple(self._offer(self._cut(multiple), "cut") for multiple in PRICES[1:])
@@ -110,8 +116,10 @@ class Planner:
         """The fastest schedule found whose peak fits; None if none does."""
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest
-        offers = [o for o in self._offers(budget_bytes) if o.peak_bytes <= budget_bytes]
-        return min(offers, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
+        offers = list(self._offers(budget_bytes))
+        offers += self.improver.within(offers, budget_bytes)
+        fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
 
     def _offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self.without_recompute
