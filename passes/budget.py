@@ -152,7 +152,7 @@ class Planner:
             if lower is best:
                 break
             best = lower
-        return best
+        return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
     def _cut(self, multiple: float) -> Schedule:
         problem = self.problem

@@ -1,7 +1,8 @@
 """Improve schedules by local search: what is kept, what is recomputed when needed, and what is forgotten in between.
 
-A candidate says which values forward hands over, and after which of backward's nodes a value is forgotten, so that its
-next reader recomputes it. Every schedule that recomputes just in time can be said this way. Two searches:
+A candidate is a set of facts: which values forward hands over, after which of backward's nodes a value is forgotten, so
+that its next reader recomputes it, and before which one it is computed although nobody reads it yet, say because what
+it is computed from is larger. Two searches:
 
 fill     use the memory that a schedule leaves under its budget: keep what is recomputed, dearest per byte first;
 anneal   simulated annealing (Kirkpatrick, Gelatt, Vecchi, 1983), for graphs that are small enough for many tries.
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .flow import FlowProblem
 from .joint_graph import Role
@@ -29,11 +32,24 @@ NODES_SIMULATED = 200_000
 FEWEST_TRIES = 200
 """With fewer tries than these left, annealing finds nothing."""
 
+LARGEST_TABLE = 20_000
+"""Values times stages up to which forgetting everything everywhere is tried."""
+
 START_TEMPERATURE, END_TEMPERATURE = 3e-2, 3e-4
 """As parts of the forward's time. Not derived: tried on small graphs with known optima."""
 
 EXCESS_PRICE = 4.0
 """What exceeding the budget costs in the search: exceeding it by 1 % is as bad as 4 % of the forward's time."""
+
+EXCESS_SHARE = 0.2
+"""What exceeding it at one more moment costs, compared with the largest excess."""
+
+
+AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
+"""How often a move is aimed at the peak while that exceeds the budget, and how often two moves are made at once."""
+
+LOWER_BY, ROUNDS_TO_LOWER = 0.95, 2
+"""In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
 
 
 class Judged(Protocol):
@@ -59,13 +75,37 @@ class Judged(Protocol):
 J = TypeVar("J", bound=Judged)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schedule in terms of values and stages; a stage is one of backward's own nodes, by its place in their order."""
+class What(Enum):
+    """What a fact says about a value."""
 
-    saved: frozenset[int]
-    dropped: frozenset[tuple[int, int]]
-    """(value, stage): forgotten after that stage."""
+    SAVED = "handed over by forward"
+    DROPPED = "forgotten after the stage"
+    EARLY = "computed before the stage's own node, read later"
+
+
+class Fact(NamedTuple):
+    """Something about a value at a stage; a stage is one of backward's own nodes, by its place in their order."""
+
+    what: What
+    value: int
+    stage: int = 0
+
+
+Candidate = frozenset[Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of a candidate."""
+
+    added: Candidate = frozenset()
+    removed: Candidate = frozenset()
+    is_keep: bool = False
+    """Recomputes less."""
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The changed candidate."""
+        return (candidate - self.removed) | self.added
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +134,46 @@ class Improver(Generic[J]):
         """Look for schedules that fit a budget and are faster than those offered."""
         self.nodes_left = NODES_SIMULATED
         ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
-        found: list[J] = []
-        start = self._fill(ranked[0], budget_bytes)
-        if start is not None:
-            found.append(start)
-        found.extend(self._anneal([*found, *ranked[:3]], budget_bytes))
-        return found
+        starts = [self.read(o.schedule) for o in ranked[:2]]
+        if self._is_small:
+            starts.append(self._forgetful(offers))
+        filled = [self._fill(start, budget_bytes) for start in starts]
+        annealed = self._anneal([self.read(o.schedule) for o in filled], budget_bytes)
+        return [*filled, *annealed]
+
+    def lower(self, offers: Sequence[J]) -> J:
+        """Look for a lower peak than those offered have."""
+        lowest = min(offers, key=_by_peak)
+        if not self._is_small:
+            return lowest
+        lowest = min(lowest, self._try(self._forgetful(offers)), key=_by_peak)
+        for _ in range(ROUNDS_TO_LOWER):
+            lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=_by_peak)
+            if lower.peak_bytes == lowest.peak_bytes:
+                break
+            lowest = lower
+        return lowest
+
+    @property
+    def _is_small(self) -> bool:
+        """True if forgetting everything everywhere can be tried, and annealing pays."""
+        return len(self.members) * len(self.roots) < LARGEST_TABLE
+
+    def _forgetful(self, offers: Sequence[J]) -> Candidate:
+        """Keep least, and forget everything after each stage."""
+        num_bytes = self.problem.num_bytes
+        rows = ([f for f in self.read(o.schedule) if f.what is What.SAVED] for o in offers)
+        least = min(rows, key=lambda facts: sum(num_bytes(f.value) for f in facts))
+        droppable = [v for v in range(len(self.members)) if self._may_drop(v)]
+        return frozenset((*least, *(Fact(What.DROPPED, v, s) for v in droppable for s in range(len(self.roots)))))
 
     def _energy(self, offer: J, budget_bytes: int) -> float:
-        excess = max(0, offer.peak_bytes - budget_bytes) / max(1, budget_bytes)
-        return offer.extra_ticks / self.forward_ticks + EXCESS_PRICE * excess
+        ticks = offer.extra_ticks / self.forward_ticks
+        if offer.peak_bytes <= budget_bytes:
+            return ticks
+        # Where several moments exceed the budget, bringing down one of them is progress, too.
+        excess = sum(live - budget_bytes for live in offer.simulation.live_bytes if live > budget_bytes)
+        return ticks + EXCESS_PRICE * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(1, budget_bytes)
 
     def _try(self, candidate: Candidate) -> J:
         offer = self.judge(self.write(candidate))
@@ -114,13 +184,21 @@ class Improver(Generic[J]):
 
     def write(self, candidate: Candidate) -> Schedule:
         """Turn a candidate into a schedule."""
-        problem = self.problem
+        bases, graph = self.problem.bases, self.problem.graph
+        saved: list[int] = []
         forgotten: dict[int, list[int]] = {}
-        for v, stage in candidate.dropped:
-            forgotten.setdefault(stage, []).extend(self.members[v])
-        saved = [problem.bases[v] for v in candidate.saved]
-        writer = ScheduleWriter(problem.graph, problem.constraints, saved)
+        early: dict[int, list[int]] = {}
+        for what, v, stage in candidate:
+            if what is What.SAVED:
+                saved.append(bases[v])
+            elif what is What.DROPPED:
+                forgotten.setdefault(stage, []).extend(self.members[v])
+            else:
+                early.setdefault(stage, []).append(bases[v])
+        writer = ScheduleWriter(graph, self.problem.constraints, saved)
         for stage, root in enumerate(self.roots):
+            for i in sorted(early.get(stage, ())):
+                writer.run(i)
             writer.run(root)
             if stage in forgotten:
                 writer.drop(forgotten[stage])
@@ -129,14 +207,16 @@ class Improver(Generic[J]):
     def read(self, schedule: Schedule) -> Candidate:
         """Say what a schedule does in terms of values and stages."""
         value_of = self.problem.value_of
-        saved = frozenset(value_of[i] for i in schedule.received if i in value_of)
-        dropped = {
-            (v, before.stage)
-            for v, touches in self.touches(schedule).items()
-            for before, touch in zip(touches, touches[1:], strict=False)
-            if touch.is_run and before.stage < touch.stage
-        }
-        return Candidate(saved, frozenset(dropped))
+        facts = {Fact(What.SAVED, value_of[i]) for i in schedule.received if i in value_of}
+        for v, touches in self.touches(schedule).items():
+            for touch, after in zip(touches, touches[1:], strict=False):
+                if touch.stage == after.stage:
+                    continue
+                if after.is_run:
+                    facts.add(Fact(What.DROPPED, v, touch.stage))
+                elif touch.is_run and touch.stage >= 0:
+                    facts.add(Fact(What.EARLY, v, touch.stage))
+        return frozenset(facts)
 
     def touches(self, schedule: Schedule) -> dict[int, list[Touch]]:
         """Per value, when it is computed and read, in order."""
@@ -161,24 +241,23 @@ class Improver(Generic[J]):
 
     # ---------------------------------------------------------------------------------------------- fill
 
-    def _fill(self, start: J, budget_bytes: int) -> J | None:
-        """Keep what is recomputed, as much as fits; None if the schedule itself does not fit."""
-        candidate = self.read(start.schedule)
+    def _fill(self, candidate: Candidate, budget_bytes: int) -> J:
+        """Keep what is recomputed, as much as fits, until nothing more does."""
         best = self._try(candidate)
-        if best.peak_bytes > budget_bytes:
-            return None
-        pending = [self._keeps(candidate, best)]
-        while pending and self.nodes_left > 0:
-            moves = pending.pop()
-            changed = candidate
-            for move in moves:
-                changed = _applied(changed, move)
-            offer = self._try(changed)
-            if offer.peak_bytes <= budget_bytes and offer.extra_ticks < best.extra_ticks:
-                candidate, best = changed, offer
-            elif len(moves) > 1:
-                middle = len(moves) // 2
-                pending += [moves[middle:], moves[:middle]]
+        is_better = best.peak_bytes <= budget_bytes
+        while is_better and self.nodes_left > 0:
+            before = best
+            pending = [self._keeps(candidate, best)]
+            while pending and self.nodes_left > 0:
+                moves = pending.pop()
+                changed = reduce(lambda facts, move: move.apply(facts), moves, candidate)
+                offer = self._try(changed)
+                if offer.peak_bytes <= budget_bytes and offer.extra_ticks < best.extra_ticks:
+                    candidate, best = changed, offer
+                elif len(moves) > 1:
+                    middle = len(moves) // 2
+                    pending += [moves[middle:], moves[:middle]]
+            is_better = best is not before
         return best
 
     def _keeps(self, candidate: Candidate, offer: J) -> list[Move]:
@@ -193,44 +272,52 @@ class Improver(Generic[J]):
     def _moves(self, candidate: Candidate, v: int, touches: Sequence[Touch]) -> list[Move]:
         """All that can be done about one value."""
         moves = []
-        if v in candidate.saved:
+        saved = frozenset({Fact(What.SAVED, v)})
+        if saved <= candidate:
             if self._may_drop(v):
-                moves.append(Move(v, save=False))
+                moves.append(Move(removed=saved))
         elif self._may_save(v) and touches:
-            moves.append(Move(v, save=True, is_keep=True))
+            moves.append(Move(added=saved, is_keep=True))
         if not self._may_drop(v):
             return moves
         for before, touch in zip(touches, touches[1:], strict=False):
-            if before.stage < touch.stage and before.stage >= 0:
-                moves.append(Move(v, start=before.stage, end=touch.stage, is_keep=touch.is_run))
+            if 0 <= before.stage < touch.stage:
+                stages = range(before.stage, touch.stage)
+                dropped = frozenset(Fact(What.DROPPED, v, stage) for stage in stages)
+                is_keep = touch.is_run
+                if is_keep:
+                    moves.append(Move(removed=dropped, is_keep=True))
+                else:
+                    moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before.stage)})))
         return moves
 
     # ---------------------------------------------------------------------------------------------- anneal
 
-    def _anneal(self, starts: Iterable[J], budget_bytes: int) -> list[J]:
+    def _anneal(self, starts: Sequence[Candidate], budget_bytes: int) -> list[J]:
         """Anneal from each start with an equal share of the effort that is left."""
-        starts = list(starts)
         found = []
         for k, start in enumerate(starts):
             share = self.nodes_left // (len(starts) - k)
-            if share < FEWEST_TRIES * len(start.simulation.order):
+            if share < FEWEST_TRIES * len(self.problem.graph.nodes):
                 break
             found.append(self._anneal_from(start, budget_bytes, self.nodes_left - share, random.Random(k)))
         return found
 
-    def _anneal_from(self, start: J, budget_bytes: int, nodes_kept: int, rng: random.Random) -> J:
-        candidate = self.read(start.schedule)
+    def _anneal_from(self, candidate: Candidate, budget_bytes: int, nodes_kept: int, rng: random.Random) -> J:
         offer = best = self._try(candidate)
         touches = self.touches(offer.schedule)
         total = self.nodes_left - nodes_kept
         while self.nodes_left > nodes_kept:
-            move = self._random_move(candidate, touches, rng)
+            move = None
+            if offer.peak_bytes > budget_bytes and rng.random() < AIMED_SHARE:
+                move = self._aimed_move(candidate, offer, touches, rng)
+            move = move or self._random_move(candidate, touches, rng)
             if move is None:
                 break
-            changed = _applied(candidate, move)
-            if rng.random() < 0.3:
+            changed = move.apply(candidate)
+            if rng.random() < SECOND_SHARE:
                 second = self._random_move(candidate, touches, rng)
-                changed = changed if second is None else _applied(changed, second)
+                changed = changed if second is None else second.apply(changed)
             tried = self._try(changed)
             progress = 1 - (self.nodes_left - nodes_kept) / total
             temperature = START_TEMPERATURE * (END_TEMPERATURE / START_TEMPERATURE) ** progress
@@ -249,28 +336,41 @@ class Improver(Generic[J]):
         values = sorted(touches)
         for _ in range(20):
             v = values[int(rng.random() * len(values))]
-            moves = self._moves(candidate, v, touches[v])
+            moves = [*self._moves(candidate, v, touches[v]), *self._early(candidate, v, touches)]
             if moves:
                 return moves[int(rng.random() * len(moves))]
         return None
 
+    def _aimed_move(
+        self, candidate: Candidate, offer: J, touches: dict[int, list[Touch]], rng: random.Random
+    ) -> Move | None:
+        """Forget something that is alive at the peak and is not read there."""
+        simulation, moment = offer.simulation, offer.simulation.peak_moment
+        own = set(self.roots)
+        events = simulation.order[simulation.num_forward : moment]
+        stage = -1 if moment < simulation.num_forward else sum(i in own for i in events)
+        moves = []
+        for memory in simulation.alive_at(moment):
+            v = self.problem.value_of.get(memory.node)
+            if v is None or not self._may_drop(v):
+                continue
+            before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
+            if before is None:
+                continue
+            fact = Fact(What.SAVED, v) if before < 0 else Fact(What.DROPPED, v, before)
+            moves.append(Move(removed=frozenset({fact})) if before < 0 else Move(added=frozenset({fact})))
+        return moves[int(rng.random() * len(moves))] if moves else None
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A change of a candidate: save or do not save a value, or keep or forget it between two stages."""
+    def _early(self, candidate: Candidate, v: int, touches: dict[int, list[Touch]]) -> list[Move]:
+        """Compute a value where something it is computed from is at hand, or do not do so any more."""
+        done = [fact for fact in candidate if fact.what is What.EARLY and fact.value == v]
+        moves = [Move(removed=frozenset({fact})) for fact in done]
+        runs = [touch.stage for touch in touches[v] if touch.is_run and touch.stage > 0]
+        hands = {touch.stage for u in self.problem.inputs[v] for touch in touches.get(u, ()) if touch.stage >= 0}
+        for run in runs:
+            moves += [Move(added=frozenset({Fact(What.EARLY, v, stage)})) for stage in sorted(hands) if stage < run]
+        return moves
 
-    value: int
-    save: bool | None = None
-    start: int = 0
-    end: int = 0
-    is_keep: bool = False
-    """Recomputes less."""
 
-
-def _applied(candidate: Candidate, move: Move) -> Candidate:
-    v = move.value
-    if move.save is not None:
-        return replace(candidate, saved=candidate.saved | {v} if move.save else candidate.saved - {v})
-    if move.is_keep:
-        return replace(candidate, dropped=candidate.dropped - {(v, s) for s in range(move.start, move.end)})
-    return replace(candidate, dropped=candidate.dropped | {(v, move.start)})
+def _by_peak(offer: Judged) -> tuple[int, int]:
+    return offer.peak_bytes, offer.extra_ticks

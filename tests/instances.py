@@ -150,7 +150,7 @@ UNARY = (Program.tanh, Program.gelu, Program.exp, Program.sin)
 def chain(p: Program, rng: random.Random) -> fx.Node:
     """Layers of one width."""
     x, width = p.given(32), rng.choice(WIDTHS)
-    for _ in range(rng.randint(4, 5)):
+    for _ in range(rng.randint(4, 7)):
         x = rng.choice(UNARY)(p, p.linear(x, width))
     return x
 
@@ -158,7 +158,7 @@ def chain(p: Program, rng: random.Random) -> fx.Node:
 def uneven_chain(p: Program, rng: random.Random) -> fx.Node:
     """Layers of different widths."""
     x = p.given(32)
-    for _ in range(rng.randint(4, 5)):
+    for _ in range(rng.randint(4, 7)):
         x = rng.choice(UNARY)(p, p.linear(x, rng.choice(WIDTHS)))
     return x
 
@@ -166,7 +166,7 @@ def uneven_chain(p: Program, rng: random.Random) -> fx.Node:
 def activations(p: Program, rng: random.Random) -> fx.Node:
     """Few products, many pointwise ops."""
     x = p.linear(p.given(32), rng.choice(WIDTHS))
-    for _ in range(rng.randint(6, 8)):
+    for _ in range(rng.randint(6, 11)):
         x = rng.choice(UNARY)(p, x)
     return p.linear(x, rng.choice(WIDTHS))
 
@@ -175,7 +175,7 @@ def residual(p: Program, rng: random.Random) -> fx.Node:
     """A stream to which blocks add."""
     width = rng.choice(WIDTHS)
     x = p.linear(p.given(32), width)
-    for _ in range(rng.randint(2, 3)):
+    for _ in range(rng.randint(2, 4)):
         inner = rng.choice(UNARY)(p, p.linear(x, rng.choice(WIDTHS)))
         x = p.add(x, p.linear(inner, width))
     return x
@@ -185,7 +185,7 @@ def gated(p: Program, rng: random.Random) -> fx.Node:
     """Gated blocks."""
     width = rng.choice(WIDTHS)
     x = p.linear(p.given(32), width)
-    for _ in range(2):
+    for _ in range(rng.randint(2, 3)):
         inner = rng.choice(WIDTHS)
         x = p.linear(p.mul(rng.choice(UNARY)(p, p.linear(x, inner)), p.linear(x, inner)), width)
     return x
@@ -194,7 +194,7 @@ def gated(p: Program, rng: random.Random) -> fx.Node:
 def u_net(p: Program, rng: random.Random) -> fx.Node:
     """Down and up again, with skips across."""
     x, skips = p.given(32), []
-    for width in sorted(rng.sample(WIDTHS, rng.randint(2, 3)), reverse=True):
+    for width in sorted(rng.sample(WIDTHS, rng.randint(2, 4)), reverse=True):
         x = rng.choice(UNARY)(p, p.linear(x, width))
         skips.append(x)
     x = skips.pop()
@@ -221,7 +221,7 @@ def encoder_decoder(p: Program, rng: random.Random) -> fx.Node:
     memory = rng.choice(UNARY)(p, p.linear(p.given(32), width))
     memory = rng.choice(UNARY)(p, p.linear(memory, width))
     x = p.given(32)
-    for _ in range(2):
+    for _ in range(rng.randint(2, 3)):
         x = p.mul(p.linear(x, width), memory)
     return rng.choice(UNARY)(p, x)
 
@@ -229,7 +229,7 @@ def encoder_decoder(p: Program, rng: random.Random) -> fx.Node:
 def dag(p: Program, rng: random.Random) -> fx.Node:
     """Ops on whatever is there."""
     live = [p.linear(p.given(32), rng.choice(WIDTHS)) for _ in range(2)]
-    for _ in range(rng.randint(6, 8)):
+    for _ in range(rng.randint(6, 11)):
         live.append(_random_op(p, rng, live))
     unread = [x for x in live if not x.users]
     result = unread[0]

@@ -144,8 +144,10 @@ class _Rows:
 class Programme:
     """The mixed-integer programme of one graph and budget."""
 
-    def __init__(self, model: Model, budget_bytes: int) -> None:
+    def __init__(self, model: Model, budget_bytes: int | None) -> None:
         self.model, self.rows, self.budget_bytes = model, _Rows(), budget_bytes
+        self.peak = self.rows.variable(1.0, whole=False, most=np.inf) if budget_bytes is None else None
+        """In search of the lowest peak: the peak, which is then all that is paid for."""
         self.useful = model.useful()
         self.run: dict[tuple[int, int], int] = {}
         self.have: dict[tuple[int, int], int] = {}
@@ -165,6 +167,13 @@ class Programme:
         return Optimum(True, bound if bound is not None else 0.0, schedule, result.status == 0)
 
     # ---------------------------------------------------------------------------------------------- choices
+
+    def lowest_peak_bytes(self, seconds: float) -> int:
+        """The lowest peak that any schedule reaches, or that the solver found in time."""
+        assert self.peak is not None
+        self.rows.prices = [float(column == self.peak) for column in range(len(self.rows.prices))]
+        result = self.rows.solve(seconds)
+        return round(result.fun * BYTES_PER_UNIT)
 
     def _add_variables(self) -> None:
         model, costs = self.model, self.model.problem.costs
@@ -228,7 +237,9 @@ class Programme:
             constant += surely * self.model.num_bytes[v]
             if column is not None and self.model.num_bytes[v]:
                 terms[column] += self.model.num_bytes[v] / BYTES_PER_UNIT
-        self.rows.at_most((self.budget_bytes - constant) / BYTES_PER_UNIT, terms)
+        if self.peak is not None:
+            terms[self.peak] = -1.0
+        self.rows.at_most(((self.budget_bytes or 0) - constant) / BYTES_PER_UNIT, terms)
 
     def _alive(self, t: int, v: int, k: int, needed: list[tuple[int, int | None]]) -> tuple[int | None, int, int]:
         """Is v alive while k is computed: a variable, or surely (1) or surely not (0)."""
@@ -279,6 +290,11 @@ class Programme:
 def optimum(problem: FlowProblem, storages: Storages, budget_bytes: int, seconds: float = 60.0) -> Optimum:
     """The fastest schedule whose peak is within the budget."""
     return Programme(Model(problem, storages), budget_bytes).solve(seconds)
+
+
+def lowest_peak_bytes(problem: FlowProblem, storages: Storages, seconds: float = 60.0) -> int:
+    """The lowest peak that any schedule reaches."""
+    return Programme(Model(problem, storages), None).lowest_peak_bytes(seconds)
 
 
 def check(problem: FlowProblem, storages: Storages, budget_bytes: int, found: Optimum) -> Simulation:
