@@ -41,6 +41,9 @@ START_TEMPERATURE, END_TEMPERATURE = 3e-2, 3e-4
 EXCESS_PRICE = 4.0
 """What exceeding the budget costs in the search: exceeding it by 1 % is as bad as 4 % of the forward's time."""
 
+EXCESS_PRICE_IF_NONE_FITS = 16.0
+"""The same as long as nothing that fits has been found."""
+
 EXCESS_SHARE = 0.2
 """What exceeding it at one more moment costs, compared with the largest excess."""
 
@@ -129,6 +132,7 @@ class Improver(Generic[J]):
         costs, roles = problem.costs, problem.graph.roles
         self.forward_ticks = max(1, sum(costs.run_ticks[i] for i, r in enumerate(roles) if r is Role.FORWARD))
         self.nodes_left = 0
+        self.excess_price = EXCESS_PRICE
 
     def within(self, offers: Sequence[J], budget_bytes: int) -> list[J]:
         """Look for schedules that fit a budget and are faster than those offered."""
@@ -136,9 +140,9 @@ class Improver(Generic[J]):
         ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
         starts = [self.read(o.schedule) for o in ranked[:2]]
         if self._is_small:
-            starts.append(self._forgetful(offers))
+            starts.append(self._forgetful(offers, budget_bytes))
         filled = [self._fill(start, budget_bytes) for start in starts]
-        annealed = self._anneal([self.read(o.schedule) for o in filled], budget_bytes)
+        annealed = self._anneal(filled, budget_bytes)
         return [*filled, *annealed]
 
     def lower(self, offers: Sequence[J]) -> J:
@@ -146,7 +150,6 @@ class Improver(Generic[J]):
         lowest = min(offers, key=_by_peak)
         if not self._is_small:
             return lowest
-        lowest = min(lowest, self._try(self._forgetful(offers)), key=_by_peak)
         for _ in range(ROUNDS_TO_LOWER):
             lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=_by_peak)
             if lower.peak_bytes == lowest.peak_bytes:
@@ -159,13 +162,34 @@ class Improver(Generic[J]):
         """True if forgetting everything everywhere can be tried, and annealing pays."""
         return len(self.members) * len(self.roots) < LARGEST_TABLE
 
-    def _forgetful(self, offers: Sequence[J]) -> Candidate:
-        """Keep least, and forget everything after each stage."""
-        num_bytes = self.problem.num_bytes
-        rows = ([f for f in self.read(o.schedule) if f.what is What.SAVED] for o in offers)
-        least = min(rows, key=lambda facts: sum(num_bytes(f.value) for f in facts))
-        droppable = [v for v in range(len(self.members)) if self._may_drop(v)]
-        return frozenset((*least, *(Fact(What.DROPPED, v, s) for v in droppable for s in range(len(self.roots)))))
+    def _forgetful(self, offers: Sequence[J], budget_bytes: int) -> Candidate:
+        """Keep a few values, and forget all others after each stage: little memory, much time.
+
+        Which values are kept begins with what an offer keeps, and changes one by one as long as that helps.
+        """
+        starts = dict.fromkeys(frozenset(f.value for f in self.read(o.schedule) if f.what is What.SAVED) for o in offers)
+        tried = [(self._energy(self._try(self._keep_only(kept)), budget_bytes), k) for k, kept in enumerate(starts)]
+        energy, k = min(tried)
+        kept = list(starts)[k]
+        values = [v for v in range(len(self.members)) if self._may_drop(v) and self._may_save(v)]
+        swaps = [frozenset({v, w}) for v in values for w in values if v <= w]
+        is_better = True
+        while is_better and self.nodes_left > NODES_SIMULATED // 2:
+            is_better = False
+            for swap in sorted(swaps, key=len):
+                if len(swap) == 2 and len(swap & kept) != 1:
+                    continue
+                changed = self._energy(self._try(self._keep_only(kept ^ swap)), budget_bytes)
+                if changed < energy:
+                    kept, energy, is_better = kept ^ swap, changed, True
+                if self.nodes_left < NODES_SIMULATED // 2:
+                    break
+        return self._keep_only(kept)
+
+    def _keep_only(self, kept: frozenset[int]) -> Candidate:
+        forgotten = [v for v in range(len(self.members)) if v not in kept and self._may_drop(v)]
+        dropped = (Fact(What.DROPPED, v, stage) for v in forgotten for stage in range(len(self.roots)))
+        return frozenset((*(Fact(What.SAVED, v) for v in kept), *dropped))
 
     def _energy(self, offer: J, budget_bytes: int) -> float:
         ticks = offer.extra_ticks / self.forward_ticks
@@ -173,7 +197,7 @@ class Improver(Generic[J]):
             return ticks
         # Where several moments exceed the budget, bringing down one of them is progress, too.
         excess = sum(live - budget_bytes for live in offer.simulation.live_bytes if live > budget_bytes)
-        return ticks + EXCESS_PRICE * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(1, budget_bytes)
+        return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(1, budget_bytes)
 
     def _try(self, candidate: Candidate) -> J:
         offer = self.judge(self.write(candidate))
@@ -293,14 +317,18 @@ class Improver(Generic[J]):
 
     # ---------------------------------------------------------------------------------------------- anneal
 
-    def _anneal(self, starts: Sequence[Candidate], budget_bytes: int) -> list[J]:
+    def _anneal(self, starts: Sequence[J], budget_bytes: int) -> list[J]:
         """Anneal from each start with an equal share of the effort that is left."""
-        found = []
-        for k, start in enumerate(starts):
+        found = list(starts)
+        for k in range(len(starts)):
             share = self.nodes_left // (len(starts) - k)
             if share < FEWEST_TRIES * len(self.problem.graph.nodes):
                 break
-            found.append(self._anneal_from(start, budget_bytes, self.nodes_left - share, random.Random(k)))
+            fits = any(o.peak_bytes <= budget_bytes for o in found)
+            self.excess_price = EXCESS_PRICE if fits else EXCESS_PRICE_IF_NONE_FITS
+            start = min(found, key=lambda o: self._rank(o, budget_bytes)) if k else starts[-1]
+            candidate = self.read(start.schedule)
+            found.append(self._anneal_from(candidate, budget_bytes, self.nodes_left - share, random.Random(k)))
         return found
 
     def _anneal_from(self, candidate: Candidate, budget_bytes: int, nodes_kept: int, rng: random.Random) -> J:
@@ -357,9 +385,24 @@ class Improver(Generic[J]):
             before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
             if before is None:
                 continue
-            fact = Fact(What.SAVED, v) if before < 0 else Fact(What.DROPPED, v, before)
-            moves.append(Move(removed=frozenset({fact})) if before < 0 else Move(added=frozenset({fact})))
+            if before < 0:
+                moves.append(Move(removed=frozenset({Fact(What.SAVED, v)})))
+            else:
+                moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before)})))
+                deep = (Fact(What.DROPPED, u, before) for u in self._ancestors(v))
+                moves.append(Move(added=frozenset(fact for fact in deep if self._may_drop(fact.value))))
         return moves[int(rng.random() * len(moves))] if moves else None
+
+    def _ancestors(self, v: int) -> set[int]:
+        """A value and all that it is computed from."""
+        found: set[int] = set()
+        stack = [v]
+        while stack:
+            u = stack.pop()
+            if u not in found:
+                found.add(u)
+                stack.extend(self.problem.inputs[u])
+        return found
 
     def _early(self, candidate: Candidate, v: int, touches: dict[int, list[Touch]]) -> list[Move]:
         """Compute a value where something it is computed from is at hand, or do not do so any more."""

@@ -13,7 +13,7 @@ from remat.passes.joint_graph import Role
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 
-FRACTIONS = (0.05, 0.35, 0.65)
+FRACTIONS = (0.25, 0.5, 0.75)
 """Where a budget lies between the lowest peak that any schedule has and that of the fastest one."""
 
 BACKWARD_OVER_FORWARD = 2
@@ -90,7 +90,7 @@ def judge(results: Sequence[Result]) -> None:
 def test_plans_are_near_the_optimum() -> None:
     results = []
     for number in range(20):
-        results += compare(instance(number), FRACTIONS[number // 10 :: 2][:1])
+        results += compare(instance(number), FRACTIONS[number % 3 :][:1])
     judge(results)
 
 
