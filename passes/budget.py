@@ -1,7 +1,7 @@
 """Plan for a budget on the activation peak: planners propose, the simulator disposes.
 
 Three planners offer schedules: nothing recomputed that is dear (the plain cut), the plain cut at rising prices per kept
-byte, and the chain of blocks. Each offer is simulated; the fastest whose peak fits is taken, so a budget never gives
+byte, and the chain of blocks. A local search improves on the best of them. Each offer is simulated; the fastest whose peak fits is taken, so a budget never gives
 a plan that is slower than the plain cut where that fits.
 """
 
@@ -118,6 +118,8 @@ class Planner:
             return self.fastest
         offers = list(self._offers(budget_bytes))
         offers += self.improver.within(offers, budget_bytes)
+        if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
+            offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
         fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
 

@@ -13,9 +13,10 @@ give equal plans.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -51,7 +52,7 @@ EXCESS_SHARE = 0.2
 AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
 """How often a move is aimed at the peak while that exceeds the budget, and how often two moves are made at once."""
 
-LOWER_BY, ROUNDS_TO_LOWER = 0.95, 2
+LOWER_BY, ROUNDS_TO_LOWER = 0.6, 3
 """In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
 
 
@@ -167,7 +168,8 @@ class Improver(Generic[J]):
 
         Which values are kept begins with what an offer keeps, and changes one by one as long as that helps.
         """
-        starts = dict.fromkeys(frozenset(f.value for f in self.read(o.schedule) if f.what is What.SAVED) for o in offers)
+        offered = [frozenset(f.value for f in self.read(o.schedule) if f.what is What.SAVED) for o in offers]
+        starts = dict.fromkeys((*offered, *self._evenly_spaced(min(offered, key=len))))
         tried = [(self._energy(self._try(self._keep_only(kept)), budget_bytes), k) for k, kept in enumerate(starts)]
         energy, k = min(tried)
         kept = list(starts)[k]
@@ -186,6 +188,13 @@ class Improver(Generic[J]):
                     break
         return self._keep_only(kept)
 
+    def _evenly_spaced(self, always: frozenset[int]) -> Iterator[frozenset[int]]:
+        """Every second forward value, every third, and so on, beside what is always kept."""
+        bases, roles = self.problem.bases, self.problem.graph.roles
+        forward = [v for v, i in enumerate(bases) if roles[i] is Role.FORWARD and self._may_save(v)]
+        for step in range(2, 1 + len(forward) // 2):
+            yield always.union(forward[step - 1 :: step])
+
     def _keep_only(self, kept: frozenset[int]) -> Candidate:
         forgotten = [v for v in range(len(self.members)) if v not in kept and self._may_drop(v)]
         dropped = (Fact(What.DROPPED, v, stage) for v in forgotten for stage in range(len(self.roots)))
@@ -197,7 +206,9 @@ class Improver(Generic[J]):
             return ticks
         # Where several moments exceed the budget, bringing down one of them is progress, too.
         excess = sum(live - budget_bytes for live in offer.simulation.live_bytes if live > budget_bytes)
-        return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(1, budget_bytes)
+        return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(
+            1, budget_bytes
+        )
 
     def _try(self, candidate: Candidate) -> J:
         offer = self.judge(self.write(candidate))
@@ -233,7 +244,7 @@ class Improver(Generic[J]):
         value_of = self.problem.value_of
         facts = {Fact(What.SAVED, value_of[i]) for i in schedule.received if i in value_of}
         for v, touches in self.touches(schedule).items():
-            for touch, after in zip(touches, touches[1:], strict=False):
+            for touch, after in itertools.pairwise(touches):
                 if touch.stage == after.stage:
                     continue
                 if after.is_run:
@@ -304,7 +315,7 @@ class Improver(Generic[J]):
             moves.append(Move(added=saved, is_keep=True))
         if not self._may_drop(v):
             return moves
-        for before, touch in zip(touches, touches[1:], strict=False):
+        for before, touch in itertools.pairwise(touches):
             if 0 <= before.stage < touch.stage:
                 stages = range(before.stage, touch.stage)
                 dropped = frozenset(Fact(What.DROPPED, v, stage) for stage in stages)

@@ -193,7 +193,7 @@ class Programme:
         """A value is there if it was when the stage began, or is computed in it."""
         for v in self.model.values:
             there = {x[t, v]: 1.0 for x in (self.run, self.have) if (t, v) in x}
-            absent = {column: -1.0 for column in there}
+            absent = dict.fromkeys(there, -1.0)
             if len(there) == 2:
                 self.rows.at_most(1, there)
             if t > 0 and v in self.model.reads[t - 1]:
@@ -213,7 +213,7 @@ class Programme:
             if v not in self.model.in_forward and price:
                 runs = [self.run[t, v] for t in range(1, self.model.num_stages) if (t, v) in self.run]
                 further = self.rows.variable(price, whole=False, most=len(runs))
-                self.rows.at_most(1, {**{column: 1.0 for column in runs}, further: -1.0})
+                self.rows.at_most(1, {**dict.fromkeys(runs, 1.0), further: -1.0})
 
     # ---------------------------------------------------------------------------------------------- memory
 
