@@ -1,8 +1,8 @@
 """Plan for a budget on the activation peak: planners propose, the simulator disposes.
 
 Three planners offer schedules: nothing recomputed that is dear (the plain cut), the plain cut at rising prices per kept
-byte, and the chain of blocks. A local search improves on the best of them. Each offer is simulated; the fastest whose peak fits is taken, so a budget never gives
-a plan that is slower than the plain cut where that fits.
+byte, and the chain of blocks. A local search improves on the best of them. Each offer is simulated; the fastest whose
+peak fits is taken, so a budget never gives a plan that is slower than the plain cut where that fits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The fastest schedule within a budget, exactly: a mixed-integer programme for small graphs.
 
-The formulation is Checkmate's (Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
-2020), for the model that the planners have: forward runs once, in its order; backward's own nodes run once, in theirs.
-Stage 0 is forward, and each node of backward is a stage. Per stage t and value v
+The formulation is Checkmate's (Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020), for the model that the planners have: forward runs once, in its order; backward's own nodes
+run once, in theirs. Stage 0 is forward, and each node of backward is a stage. Per stage t and value v
 
     run[t, v]    v is computed in t; in forward, all that its outputs depend on is
     have[t, v]   v is in memory when t begins; have[1, v] means that forward hands it over
