@@ -415,8 +415,8 @@ class Improver(Generic[J]):
 
     def _early(self, candidate: Candidate, v: int, touches: dict[int, list[Touch]]) -> list[Move]:
         """Compute a value where something it is computed from is at hand, or do not do so any more."""
-        done = [fact for fact in candidate if fact.what is What.EARLY and fact.value == v]
-        moves = [Move(removed=frozenset({fact})) for fact in done]
+        done = sorted(fact.stage for fact in candidate if fact.what is What.EARLY and fact.value == v)
+        moves = [Move(removed=frozenset({Fact(What.EARLY, v, stage)})) for stage in done]
         runs = [touch.stage for touch in touches[v] if touch.is_run and touch.stage > 0]
         hands = {touch.stage for u in self.problem.inputs[v] for touch in touches.get(u, ()) if touch.stage >= 0}
         for run in runs:
