@@ -1,8 +1,8 @@
 """Plan for a budget on the activation peak: planners propose, the simulator disposes.
 
 Three planners offer schedules: nothing recomputed that is dear (the plain cut), the plain cut at rising prices per kept
-byte, and the chain of blocks. Each offer is simulated; the fastest whose peak fits is taken, so a budget never gives
-a plan that is slower than the plain cut where that fits.
+byte, and the chain of blocks. A local search improves on the best of them. Each offer is simulated; the fastest whose
+peak fits is taken, so a budget never gives a plan that is slower than the plain cut where that fits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .chain_planner import Chain, ChainProgramme
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
+from .improve import Improver
 from .joint_graph import Role
 from .ladder import ladder
 from .schedule import Schedule, schedule_backward
@@ -108,6 +109,11 @@ class Planner:
         return Chain(self.problem, self.storages)
 
     @cached_property
+    def improver(self) -> Improver[Offer]:
+        """A local search around offers."""
+        return Improver(self.problem, lambda schedule: self._offer(schedule, "search"))
+
+    @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:
         """The plain cut at rising prices per byte."""
         return tuple(self._offer(self._keeping(rung.saved), "cut") for rung in ladder(self.problem)[1:])
@@ -116,8 +122,12 @@ class Planner:
         """The fastest schedule found whose peak fits; None if none does."""
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest
-        offers = [o for o in self._offers(budget_bytes) if o.peak_bytes <= budget_bytes]
-        return min(offers, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
+        offers = list(self._offers(budget_bytes))
+        offers += self.improver.within(offers, budget_bytes)
+        if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
+            offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
+        fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
 
     def _offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self.without_recompute
@@ -150,7 +160,7 @@ class Planner:
             if lower is best:
                 break
             best = lower
-        return best
+        return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
     def _keeping(self, values: Sequence[int]) -> Schedule:
         problem = self.problem

@@ -1,0 +1,428 @@
+"""Improve schedules by local search: what is kept, what is recomputed when needed, and what is forgotten in between.
+
+A candidate is a set of facts: which values forward hands over, after which of backward's nodes a value is forgotten, so
+that its next reader recomputes it, and before which one it is computed although nobody reads it yet, say because what
+it is computed from is larger. Two searches:
+
+fill     use the memory that a schedule leaves under its budget: keep what is recomputed, dearest per byte first;
+anneal   simulated annealing (Kirkpatrick, Gelatt, Vecchi, 1983), for graphs that are small enough for many tries.
+
+The effort is bounded by the number of nodes simulated, not by time, and the random numbers are seeded: equal graphs
+give equal plans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from .flow import FlowProblem
+from .joint_graph import Role
+from .schedule import Schedule, ScheduleWriter, roots
+from .simulate import Simulation
+
+NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 200_000, 50_000
+"""The effort for one budget; large graphs are chains mostly, where others plan well. A node takes four microseconds."""
+
+FEWEST_TRIES = 200
+"""With fewer tries than these left, annealing finds nothing."""
+
+LARGEST_TABLE = 20_000
+"""Values times stages up to which forgetting everything everywhere is tried."""
+
+START_TEMPERATURE, END_TEMPERATURE = 3e-2, 3e-4
+"""As parts of the forward's time. Not derived: tried on small graphs with known optima."""
+
+EXCESS_PRICE = 4.0
+"""What exceeding the budget costs in the search: exceeding it by 1 % is as bad as 4 % of the forward's time."""
+
+EXCESS_PRICE_IF_NONE_FITS = 16.0
+"""The same as long as nothing that fits has been found."""
+
+EXCESS_SHARE = 0.2
+"""What exceeding it at one more moment costs, compared with the largest excess."""
+
+
+AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
+"""How often a move is aimed at the peak while that exceeds the budget, and how often two moves are made at once."""
+
+LOWER_BY, ROUNDS_TO_LOWER = 0.6, 3
+"""In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
+
+
+class Judged(Protocol):
+    """A schedule with what it takes."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+
+    @property
+    def simulation(self) -> Simulation:
+        """What is alive when."""
+
+    @property
+    def extra_ticks(self) -> int:
+        """What it adds to the step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Its activation peak."""
+
+
+J = TypeVar("J", bound=Judged)
+
+
+class What(Enum):
+    """What a fact says about a value."""
+
+    SAVED = "handed over by forward"
+    DROPPED = "forgotten after the stage"
+    EARLY = "computed before the stage's own node, read later"
+
+
+class Fact(NamedTuple):
+    """Something about a value at a stage; a stage is one of backward's own nodes, by its place in their order."""
+
+    what: What
+    value: int
+    stage: int = 0
+
+
+Candidate = frozenset[Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of a candidate."""
+
+    added: Candidate = frozenset()
+    removed: Candidate = frozenset()
+    is_keep: bool = False
+    """Recomputes less."""
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The changed candidate."""
+        return (candidate - self.removed) | self.added
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A moment at which a value is computed or read."""
+
+    stage: int
+    """-1 for forward."""
+    is_run: bool
+
+
+class Improver(Generic[J]):
+    """Searches around schedules of one graph."""
+
+    def __init__(self, problem: FlowProblem, judge: Callable[[Schedule], J]) -> None:
+        self.problem, self.judge = problem, judge
+        self.roots = roots(problem.graph)
+        self.members: list[list[int]] = [[] for _ in problem.bases]
+        for i, v in problem.value_of.items():
+            self.members[v].append(i)
+        costs, roles = problem.costs, problem.graph.roles
+        self.forward_ticks = max(1, sum(costs.run_ticks[i] for i, r in enumerate(roles) if r is Role.FORWARD))
+        self.nodes_left = 0
+        self.excess_price = EXCESS_PRICE
+
+    def within(self, offers: Sequence[J], budget_bytes: int) -> list[J]:
+        """Look for schedules that fit a budget and are faster than those offered."""
+        self.nodes_left = NODES_SIMULATED if self._is_small else NODES_SIMULATED_IF_LARGE
+        ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
+        starts = [self.read(o.schedule) for o in ranked[:2]]
+        if self._is_small:
+            starts.append(self._forgetful(offers, budget_bytes))
+        filled = [self._fill(start, budget_bytes) for start in starts]
+        annealed = self._anneal(filled, budget_bytes)
+        return [*filled, *annealed]
+
+    def lower(self, offers: Sequence[J]) -> J:
+        """Look for a lower peak than those offered have."""
+        lowest = min(offers, key=_by_peak)
+        if not self._is_small:
+            return lowest
+        for _ in range(ROUNDS_TO_LOWER):
+            lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=_by_peak)
+            if lower.peak_bytes == lowest.peak_bytes:
+                break
+            lowest = lower
+        return lowest
+
+    @property
+    def _is_small(self) -> bool:
+        """True if forgetting everything everywhere can be tried, and annealing pays."""
+        return len(self.members) * len(self.roots) < LARGEST_TABLE
+
+    def _forgetful(self, offers: Sequence[J], budget_bytes: int) -> Candidate:
+        """Keep a few values, and forget all others after each stage: little memory, much time.
+
+        Which values are kept begins with what an offer keeps, and changes one by one as long as that helps.
+        """
+        offered = [frozenset(f.value for f in self.read(o.schedule) if f.what is What.SAVED) for o in offers]
+        starts = dict.fromkeys((*offered, *self._evenly_spaced(min(offered, key=len))))
+        tried = [(self._energy(self._try(self._keep_only(kept)), budget_bytes), k) for k, kept in enumerate(starts)]
+        energy, k = min(tried)
+        kept = list(starts)[k]
+        values = [v for v in range(len(self.members)) if self._may_drop(v) and self._may_save(v)]
+        swaps = [frozenset({v, w}) for v in values for w in values if v <= w]
+        is_better = True
+        while is_better and self.nodes_left > NODES_SIMULATED // 2:
+            is_better = False
+            for swap in sorted(swaps, key=len):
+                if len(swap) == 2 and len(swap & kept) != 1:
+                    continue
+                changed = self._energy(self._try(self._keep_only(kept ^ swap)), budget_bytes)
+                if changed < energy:
+                    kept, energy, is_better = kept ^ swap, changed, True
+                if self.nodes_left < NODES_SIMULATED // 2:
+                    break
+        return self._keep_only(kept)
+
+    def _evenly_spaced(self, always: frozenset[int]) -> Iterator[frozenset[int]]:
+        """Every second forward value, every third, and so on, beside what is always kept."""
+        bases, roles = self.problem.bases, self.problem.graph.roles
+        forward = [v for v, i in enumerate(bases) if roles[i] is Role.FORWARD and self._may_save(v)]
+        for step in range(2, 1 + len(forward) // 2):
+            yield always.union(forward[step - 1 :: step])
+
+    def _keep_only(self, kept: frozenset[int]) -> Candidate:
+        forgotten = [v for v in range(len(self.members)) if v not in kept and self._may_drop(v)]
+        dropped = (Fact(What.DROPPED, v, stage) for v in forgotten for stage in range(len(self.roots)))
+        return frozenset((*(Fact(What.SAVED, v) for v in kept), *dropped))
+
+    def _energy(self, offer: J, budget_bytes: int) -> float:
+        ticks = offer.extra_ticks / self.forward_ticks
+        if offer.peak_bytes <= budget_bytes:
+            return ticks
+        # Where several moments exceed the budget, bringing down one of them is progress, too.
+        excess = sum(live - budget_bytes for live in offer.simulation.live_bytes if live > budget_bytes)
+        return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(
+            1, budget_bytes
+        )
+
+    def _try(self, candidate: Candidate) -> J:
+        offer = self.judge(self.write(candidate))
+        self.nodes_left -= len(offer.simulation.order)
+        return offer
+
+    # ---------------------------------------------------------------------------------------------- candidates
+
+    def write(self, candidate: Candidate) -> Schedule:
+        """Turn a candidate into a schedule."""
+        bases, graph = self.problem.bases, self.problem.graph
+        saved: list[int] = []
+        forgotten: dict[int, list[int]] = {}
+        early: dict[int, list[int]] = {}
+        for what, v, stage in candidate:
+            if what is What.SAVED:
+                saved.append(bases[v])
+            elif what is What.DROPPED:
+                forgotten.setdefault(stage, []).extend(self.members[v])
+            else:
+                early.setdefault(stage, []).append(bases[v])
+        writer = ScheduleWriter(graph, self.problem.constraints, saved)
+        for stage, root in enumerate(self.roots):
+            for i in sorted(early.get(stage, ())):
+                writer.run(i)
+            writer.run(root)
+            if stage in forgotten:
+                writer.drop(forgotten[stage])
+        return writer.finish()
+
+    def read(self, schedule: Schedule) -> Candidate:
+        """Say what a schedule does in terms of values and stages."""
+        value_of = self.problem.value_of
+        facts = {Fact(What.SAVED, value_of[i]) for i in schedule.received if i in value_of}
+        for v, touches in self.touches(schedule).items():
+            for touch, after in itertools.pairwise(touches):
+                if touch.stage == after.stage:
+                    continue
+                if after.is_run:
+                    facts.add(Fact(What.DROPPED, v, touch.stage))
+                elif touch.is_run and touch.stage >= 0:
+                    facts.add(Fact(What.EARLY, v, touch.stage))
+        return frozenset(facts)
+
+    def touches(self, schedule: Schedule) -> dict[int, list[Touch]]:
+        """Per value, when it is computed and read, in order."""
+        value_of, bases, inputs = self.problem.value_of, self.problem.bases, self.problem.graph.inputs
+        found: dict[int, list[Touch]] = {value_of[i]: [Touch(-1, True)] for i in schedule.received if i in value_of}
+        own = set(self.roots)
+        stage = 0
+        for i in schedule.events:
+            for j in inputs[i]:
+                if j in value_of:
+                    found.setdefault(value_of[j], []).append(Touch(stage, False))
+            if i in value_of and bases[value_of[i]] == i:
+                found.setdefault(value_of[i], []).append(Touch(stage, True))
+            stage += i in own
+        return found
+
+    def _may_save(self, v: int) -> bool:
+        return self.problem.constraint(v).no_save is None
+
+    def _may_drop(self, v: int) -> bool:
+        return self.problem.constraint(v).no_recompute is None
+
+    # ---------------------------------------------------------------------------------------------- fill
+
+    def _fill(self, candidate: Candidate, budget_bytes: int) -> J:
+        """Keep what is recomputed, as much as fits, until nothing more does."""
+        best = self._try(candidate)
+        is_better = best.peak_bytes <= budget_bytes
+        while is_better and self.nodes_left > 0:
+            before = best
+            pending = [self._keeps(candidate, best)]
+            while pending and self.nodes_left > 0:
+                moves = pending.pop()
+                changed = reduce(lambda facts, move: move.apply(facts), moves, candidate)
+                offer = self._try(changed)
+                if offer.peak_bytes <= budget_bytes and offer.extra_ticks < best.extra_ticks:
+                    candidate, best = changed, offer
+                elif len(moves) > 1:
+                    middle = len(moves) // 2
+                    pending += [moves[middle:], moves[:middle]]
+            is_better = best is not before
+        return best
+
+    def _keeps(self, candidate: Candidate, offer: J) -> list[Move]:
+        """All ways to recompute less, dearest per byte first."""
+        costs, bases = self.problem.costs, self.problem.bases
+        rows = []
+        for v, touches in sorted(self.touches(offer.schedule).items()):
+            per_byte = costs.run_ticks[bases[v]] / max(1, self.problem.num_bytes(v))
+            rows += [(-per_byte, v, move) for move in self._moves(candidate, v, touches) if move.is_keep]
+        return [move for _, _, move in sorted(rows, key=lambda row: row[:2])]
+
+    def _moves(self, candidate: Candidate, v: int, touches: Sequence[Touch]) -> list[Move]:
+        """All that can be done about one value."""
+        moves = []
+        saved = frozenset({Fact(What.SAVED, v)})
+        if saved <= candidate:
+            if self._may_drop(v):
+                moves.append(Move(removed=saved))
+        elif self._may_save(v) and touches:
+            moves.append(Move(added=saved, is_keep=True))
+        if not self._may_drop(v):
+            return moves
+        for before, touch in itertools.pairwise(touches):
+            if 0 <= before.stage < touch.stage:
+                stages = range(before.stage, touch.stage)
+                dropped = frozenset(Fact(What.DROPPED, v, stage) for stage in stages)
+                is_keep = touch.is_run
+                if is_keep:
+                    moves.append(Move(removed=dropped, is_keep=True))
+                else:
+                    moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before.stage)})))
+        return moves
+
+    # ---------------------------------------------------------------------------------------------- anneal
+
+    def _anneal(self, starts: Sequence[J], budget_bytes: int) -> list[J]:
+        """Anneal from each start with an equal share of the effort that is left."""
+        found = list(starts)
+        for k in range(len(starts)):
+            share = self.nodes_left // (len(starts) - k)
+            if share < FEWEST_TRIES * len(self.problem.graph.nodes):
+                break
+            fits = any(o.peak_bytes <= budget_bytes for o in found)
+            self.excess_price = EXCESS_PRICE if fits else EXCESS_PRICE_IF_NONE_FITS
+            start = min(found, key=lambda o: self._rank(o, budget_bytes)) if k else starts[-1]
+            candidate = self.read(start.schedule)
+            found.append(self._anneal_from(candidate, budget_bytes, self.nodes_left - share, random.Random(k)))
+        return found
+
+    def _anneal_from(self, candidate: Candidate, budget_bytes: int, nodes_kept: int, rng: random.Random) -> J:
+        offer = best = self._try(candidate)
+        touches = self.touches(offer.schedule)
+        total = self.nodes_left - nodes_kept
+        while self.nodes_left > nodes_kept:
+            move = None
+            if offer.peak_bytes > budget_bytes and rng.random() < AIMED_SHARE:
+                move = self._aimed_move(offer, touches, rng)
+            move = move or self._random_move(candidate, touches, rng)
+            if move is None:
+                break
+            changed = move.apply(candidate)
+            if rng.random() < SECOND_SHARE:
+                second = self._random_move(candidate, touches, rng)
+                changed = changed if second is None else second.apply(changed)
+            tried = self._try(changed)
+            progress = 1 - (self.nodes_left - nodes_kept) / total
+            temperature = START_TEMPERATURE * (END_TEMPERATURE / START_TEMPERATURE) ** progress
+            rise = self._energy(tried, budget_bytes) - self._energy(offer, budget_bytes)
+            if rise <= 0 or rng.random() < math.exp(-rise / temperature):
+                candidate, offer = changed, tried
+                touches = self.touches(offer.schedule)
+                if self._rank(offer, budget_bytes) < self._rank(best, budget_bytes):
+                    best = offer
+        return best
+
+    def _rank(self, offer: J, budget_bytes: int) -> tuple[int, int, int]:
+        return max(0, offer.peak_bytes - budget_bytes), offer.extra_ticks, offer.peak_bytes
+
+    def _random_move(self, candidate: Candidate, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
+        values = sorted(touches)
+        for _ in range(20):
+            v = values[int(rng.random() * len(values))]
+            moves = [*self._moves(candidate, v, touches[v]), *self._early(candidate, v, touches)]
+            if moves:
+                return moves[int(rng.random() * len(moves))]
+        return None
+
+    def _aimed_move(self, offer: J, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
+        """Forget something that is alive at the peak and is not read there."""
+        simulation, moment = offer.simulation, offer.simulation.peak_moment
+        own = set(self.roots)
+        events = simulation.order[simulation.num_forward : moment]
+        stage = -1 if moment < simulation.num_forward else sum(i in own for i in events)
+        moves = []
+        for memory in simulation.alive_at(moment):
+            v = self.problem.value_of.get(memory.node)
+            if v is None or not self._may_drop(v):
+                continue
+            before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
+            if before is None:
+                continue
+            if before < 0:
+                moves.append(Move(removed=frozenset({Fact(What.SAVED, v)})))
+            else:
+                moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before)})))
+                deep = (Fact(What.DROPPED, u, before) for u in self._ancestors(v))
+                moves.append(Move(added=frozenset(fact for fact in deep if self._may_drop(fact.value))))
+        return moves[int(rng.random() * len(moves))] if moves else None
+
+    def _ancestors(self, v: int) -> set[int]:
+        """A value and all that it is computed from."""
+        found: set[int] = set()
+        stack = [v]
+        while stack:
+            u = stack.pop()
+            if u not in found:
+                found.add(u)
+                stack.extend(self.problem.inputs[u])
+        return found
+
+    def _early(self, candidate: Candidate, v: int, touches: dict[int, list[Touch]]) -> list[Move]:
+        """Compute a value where something it is computed from is at hand, or do not do so any more."""
+        done = sorted(fact.stage for fact in candidate if fact.what is What.EARLY and fact.value == v)
+        moves = [Move(removed=frozenset({Fact(What.EARLY, v, stage)})) for stage in done]
+        runs = [touch.stage for touch in touches[v] if touch.is_run and touch.stage > 0]
+        hands = {touch.stage for u in self.problem.inputs[v] for touch in touches.get(u, ()) if touch.stage >= 0}
+        for run in runs:
+            moves += [Move(added=frozenset({Fact(What.EARLY, v, stage)})) for stage in sorted(hands) if stage < run]
+        return moves
+
+
+def _by_peak(offer: Judged) -> tuple[int, int]:
+    return offer.peak_bytes, offer.extra_ticks
