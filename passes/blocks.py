@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role
@@ -17,6 +17,9 @@ from .schedule import roots
 
 MAX_BLOCKS = 80
 """More than these are merged: the planner over blocks takes cubic time."""
+
+FEW_BLOCKS = 12
+"""A stretch with more than this part of all bytes is split also where the crossing bytes stay as they are."""
 
 UNCROSSABLE = 2**80
 """Bytes of a value that may not be saved: no block ends where it is still to be read."""
@@ -45,7 +48,8 @@ def find_blocks(problem: FlowProblem) -> tuple[Block, ...]:
     ends = _last_forward_use(problem)
     forward = [v for v, i in enumerate(problem.bases) if problem.graph.roles[i] is Role.FORWARD]
     crossing_bytes = _crossing_bytes(problem, forward, ends)
-    cuts = _merge(problem, forward, crossing_bytes, _narrow_points(crossing_bytes))
+    content = [problem.num_bytes(v) for v in forward]
+    cuts = _merge(content, crossing_bytes, _narrow_points(crossing_bytes, content))
     return _blocks(problem, forward, cuts, ends)
 
 
@@ -80,10 +84,29 @@ def _crossing_bytes(problem: FlowProblem, forward: Sequence[int], last: Sequence
     return list(accumulate(changes[:-1]))
 
 
-def _narrow_points(crossing: Sequence[int]) -> list[int]:
-    """Where the crossing bytes are no more than before and fewer than after: the last point of each valley."""
-    points = []
-    falling = True
+def _narrow_points(crossing: Sequence[int], content: Sequence[int]) -> list[int]:
+    """The last point of each valley, and in long stretches without one every point at which no neighbour is lower."""
+    lows = [
+        k
+        for k in range(len(crossing) - 1)
+        if crossing[k] <= min(crossing[k - 1] if k else UNCROSSABLE, crossing[k + 1]) and crossing[k] < UNCROSSABLE
+    ]
+    valleys = _valleys(crossing)
+    bounds = [-1, *valleys, len(crossing) - 1]
+    longest = sum(content) / FEW_BLOCKS
+    flat = [
+        k
+        for start, end in pairwise(bounds)
+        if sum(content[start + 1 : end + 1]) > longest
+        for k in lows
+        if start < k < end
+    ]
+    return sorted({*valleys, *flat})
+
+
+def _valleys(crossing: Sequence[int]) -> list[int]:
+    """The last point of each valley: fewer bytes cross than before it and after it."""
+    points, falling = [], True
     for k in range(len(crossing) - 1):
         if crossing[k + 1] > crossing[k]:
             if falling and crossing[k] < UNCROSSABLE:
@@ -94,9 +117,9 @@ def _narrow_points(crossing: Sequence[int]) -> list[int]:
     return points
 
 
-def _merge(problem: FlowProblem, forward: Sequence[int], crossing: Sequence[int], points: list[int]) -> list[int]:
+def _merge(sizes: Sequence[int], crossing: Sequence[int], points: list[int]) -> list[int]:
     """Drop boundaries that enclose too little, then the least useful ones until there are few enough."""
-    total = [0, *accumulate(problem.num_bytes(v) for v in forward)]
+    total = [0, *accumulate(sizes)]
 
     def content(start: int, end: int) -> int:
         return total[end + 1] - total[start + 1]
@@ -110,9 +133,9 @@ def _merge(problem: FlowProblem, forward: Sequence[int], crossing: Sequence[int]
             continue
         kept.append(point)
     while len(kept) >= MAX_BLOCKS:
-        bounds = [-1, *kept, len(forward) - 1]
-        sizes = [content(bounds[k], bounds[k + 2]) for k in range(len(kept))]
-        del kept[sizes.index(min(sizes))]
+        bounds = [-1, *kept, len(sizes) - 1]
+        merged = [content(bounds[k], bounds[k + 2]) for k in range(len(kept))]
+        del kept[merged.index(min(merged))]
     return kept
 
 
