@@ -15,7 +15,7 @@ from .flow import FlowProblem
 from .joint_graph import JointGraph, Role
 from .schedule import roots
 
-MAX_BLOCKS = 80
+MAX_BLOCKS = 64
 """More than these are merged: the planner over blocks takes cubic time."""
 
 FEW_BLOCKS = 12

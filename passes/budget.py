@@ -24,10 +24,10 @@ from .simulate import Simulation, simulate
 from .source import source_line
 from .storage import Storages
 
-ROUNDS_TO_MINIMUM = 6
+ROUNDS_TO_MINIMUM = 4
 """How often the grid of the chain planner is refined in search of the lowest peak."""
 
-LEVELS_TRIED = 8
+LEVELS_TRIED = 5
 """How many of the lowest levels of memory are tried in each round, and how many of the others: what the planner
 believes to be the lowest peak need not be the lowest one."""
 

@@ -34,6 +34,9 @@ from .torch_private import without_modes
 GRID_STEPS = 400
 """Resolution of memory; a budget is this many steps."""
 
+CPU = torch.device("cpu")
+"""Said each time: a user's default device must not move the planner's arithmetic."""
+
 INFEASIBLE = 1e30
 
 
@@ -196,6 +199,7 @@ class ChainProgramme:
         self.step_bytes = max(1, -(-memory_bytes // GRID_STEPS))
         self.num_levels = GRID_STEPS + 1
         self.constant = chain.bytes_of(chain.always)
+        self.levels = torch.empty(0)
         self.new_bytes = self._new_bytes()
         self.skip_bytes = self._skip_bytes()
         self.forward_ticks = list(accumulate(chain.forward_ticks, initial=0.0))
@@ -203,7 +207,8 @@ class ChainProgramme:
         """By length of the stretch less one, then by its first block, then by memory: the time it takes."""
         self.choices: list[list[list[int]]] = []
         # A compiler that is tracing has modes on that would trace this arithmetic, too.
-        with without_modes(), torch.device("cpu"):
+        with without_modes():
+            self.levels = torch.arange(self.num_levels, device=CPU)[None]
             self._fill()
             self.top_ticks, self.top_choices = self._fill_top()
 
@@ -251,8 +256,8 @@ class ChainProgramme:
     def _fill_length(self, length: int) -> None:
         """Solve all stretches of length + 1 blocks at once."""
         num_starts = self.chain.num_blocks - length
-        best = torch.full((num_starts, self.num_levels), INFEASIBLE, dtype=torch.float64)
-        choice = torch.full((num_starts, self.num_levels), -1, dtype=torch.int32)
+        best = torch.full((num_starts, self.num_levels), INFEASIBLE, dtype=torch.float64, device=CPU)
+        choice = torch.full((num_starts, self.num_levels), -1, dtype=torch.int32, device=CPU)
         for o in range(max(len(options) for options in self.chain.options[:num_starts])):
             self._offer(best, choice, self._keep_all(length, o), -1 - o)
         for skipped in range(1, length + 1):
@@ -266,9 +271,9 @@ class ChainProgramme:
         options = [self.chain.options[i][min(o, len(self.chain.options[i]) - 1)] for i in rows]
         kept = [self._steps(p.saved_bytes + self.new_bytes[i][i + 1]) for i, p in zip(rows, options, strict=True)]
         rest = self._shifted(self.ticks[length - 1][1:], kept)
-        ticks = torch.tensor([self.chain.forward_ticks[i] + p.ticks for i, p in zip(rows, options, strict=True)])
+        ticks = [self.chain.forward_ticks[i] + p.ticks for i, p in zip(rows, options, strict=True)]
         least = [self._needs(max(p.forward_bytes, p.backward_bytes)) for p in options]
-        return self._limited(rest + ticks.double()[:, None], least)
+        return self._limited(rest + torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None], least)
 
     def _skip_all(self, length: int, skipped: int) -> torch.Tensor:
         """Time of every stretch if its first `skipped` blocks keep nothing but what crosses after them."""
@@ -276,9 +281,9 @@ class ChainProgramme:
         kept = [self._steps(self.new_bytes[i][i + skipped]) for i in rows]
         rest = self._shifted(self.ticks[length - skipped][skipped:], kept)
         again = self.ticks[skipped - 1][: len(rows)]
-        ticks = torch.tensor([self.forward_ticks[i + skipped] - self.forward_ticks[i] for i in rows])
+        ticks = [self.forward_ticks[i + skipped] - self.forward_ticks[i] for i in rows]
         least = [self._needs(self.skip_bytes[i][i + skipped]) for i in rows]
-        return self._limited(rest + again + ticks.double()[:, None], least)
+        return self._limited(rest + again + torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None], least)
 
     def _fill_top(self) -> tuple[list[float], list[list[int]]]:
         """Solve the whole step: as above, but the first run of forward is not extra work."""
@@ -286,8 +291,8 @@ class ChainProgramme:
         ticks: list[torch.Tensor] = [torch.empty(0)] * num_blocks
         choices: list[list[int]] = [[]] * num_blocks
         for i in range(num_blocks - 1, -1, -1):
-            best = torch.full((1, self.num_levels), INFEASIBLE, dtype=torch.float64)
-            choice = torch.full((1, self.num_levels), -1, dtype=torch.int32)
+            best = torch.full((1, self.num_levels), INFEASIBLE, dtype=torch.float64, device=CPU)
+            choice = torch.full((1, self.num_levels), -1, dtype=torch.int32, device=CPU)
             for o, option in enumerate(self.chain.options[i]):
                 least = self._needs(max(option.forward_bytes, option.backward_bytes))
                 if i + 1 == num_blocks:
@@ -305,25 +310,25 @@ class ChainProgramme:
 
     def _from(self, least: int, ticks: float) -> torch.Tensor:
         """A row that takes `ticks` with at least so much memory."""
-        row = torch.full((self.num_levels,), INFEASIBLE, dtype=torch.float64)
+        row = torch.full((self.num_levels,), INFEASIBLE, dtype=torch.float64, device=CPU)
         row[least:] = ticks
         return row
 
     def _shifted(self, rows: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """Each row as it looks to somebody who holds `steps` of the memory already."""
-        index = torch.arange(self.num_levels)[None] - torch.tensor(steps)[:, None]
+        index = self.levels - torch.tensor(steps, device=CPU)[:, None]
         return torch.where(index >= 0, rows.gather(1, index.clamp_min(0)), INFEASIBLE)
 
     def _limited(self, rows: torch.Tensor, least: Sequence[int]) -> torch.Tensor:
         """Rows that need at least so much memory."""
-        enough = torch.arange(self.num_levels)[None] >= torch.tensor(least)[:, None]
-        return torch.where(enough & (rows < INFEASIBLE), rows, INFEASIBLE)
+        enough = self.levels >= torch.tensor(least, device=CPU)[:, None]
+        return torch.where(enough, rows, INFEASIBLE)
 
     @staticmethod
     def _offer(best: torch.Tensor, choice: torch.Tensor, offered: torch.Tensor, code: int) -> None:
         better = offered < best
-        best[better] = offered[better]
-        choice[better] = code
+        torch.minimum(best, offered, out=best)
+        choice.masked_fill_(better, code)
 
     # ---------------------------------------------------------------------------------------------- plans
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from .flow import FlowProblem
 from .min_cut import Cut
 
-NUM_CUTS = 14
+NUM_CUTS = 12
 """How many cuts are made at most."""
 
 SMALLEST_GAP = 0.02
