@@ -38,7 +38,7 @@ def choose_plan(problem: FlowProblem, storages: Storages, budget: Budget | None,
     if budget is None:
         return write_plan(problem, storages, planner.fastest, key)
     budget_bytes = budget.resolve(planner)
-    offer = planner.within(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
+    offer = planner.within_safely(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
     without = planner.without_recompute.peak_bytes
     return write_plan(problem, storages, offer, key, budget_bytes=budget_bytes, without_recompute_bytes=without)
 

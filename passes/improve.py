@@ -27,13 +27,13 @@ from .joint_graph import Role
 from .schedule import Schedule, ScheduleWriter, roots
 from .simulate import Simulation
 
-NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 200_000, 50_000
+NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 120_000, 40_000
 """The effort for one budget; large graphs are chains mostly, where others plan well. A node takes four microseconds."""
 
 FEWEST_TRIES = 200
 """With fewer tries than these left, annealing finds nothing."""
 
-LARGEST_TABLE = 20_000
+LARGEST_TABLE = 2_500
 """Values times stages up to which forgetting everything everywhere is tried."""
 
 START_TEMPERATURE, END_TEMPERATURE = 3e-2, 3e-4

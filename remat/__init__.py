@@ -6,7 +6,14 @@ from . import compat, policies
 from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
-from .passes.errors import InfeasibleCut, OptionError, RematError, VerificationError
+from .passes.errors import (
+    InfeasibleBudget,
+    InfeasibleCut,
+    OptionError,
+    PlanMismatch,
+    RematError,
+    VerificationError,
+)
 from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
 from .region import checkpoint_region, is_recomputing
@@ -21,10 +28,12 @@ __all__ = [
     "Applied",
     "CheckpointPolicy",
     "Decision",
+    "InfeasibleBudget",
     "InfeasibleCut",
     "OpCall",
     "OptionError",
     "Plan",
+    "PlanMismatch",
     "RematError",
     "VerificationError",
     "__version__",

@@ -1,0 +1,246 @@
+"""Budgets: what users may say, that the measured peak keeps within them, and what happens where none can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from measure import activation_peak
+from remat.passes.errors import OptionError
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import remat
+from remat.memory_budget import parse_budget
+from remat.options import Options
+
+# --- what users may say ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "fraction", "num_bytes"),
+    [
+        (0.5, 0.5, None),
+        (1.0, 1.0, None),
+        ("35%", 0.35, None),
+        (" 35 % ", 0.35, None),
+        (4096, None, 4096),
+        ("2GiB", None, 2 * 2**30),
+        ("2 gib", None, 2 * 2**30),
+        ("500MB", None, 500_000_000),
+        ("1.5KiB", None, 1536),
+        ("4096B", None, 4096),
+    ],
+)
+def test_budget_is_a_fraction_or_bytes(value: Any, fraction: float | None, num_bytes: int | None) -> None:
+    budget = parse_budget(value)
+    assert budget is not None
+    assert budget.fraction == (None if fraction is None else pytest.approx(fraction))
+    assert budget.num_bytes == num_bytes
+
+
+NONSENSE = [-1, -0.5, 0, 0.0, 1, 1023, 1.5, True, False, float("nan"), float("inf"), "", "2 GiBs", "fast", "120%", "0%",
+            "-2GiB", "1B", b"2GiB", [0.5], {"a": 1}, 1j]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+def test_nonsense_is_refused_with_what_is_allowed(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"memory_budget=.*: expected None .*; a float above 0\.0 and up to 1\.0"):
+        parse_budget(value)
+
+
+def test_one_is_said_to_be_ambiguous() -> None:
+    with pytest.raises(OptionError, match=r"for a fraction write 1\.0, for bytes a whole number from 1024"):
+        parse_budget(1)
+
+
+def test_unknown_unit_is_refused_with_the_units() -> None:
+    with pytest.raises(OptionError, match=r"units are %, B, KB, MB"):
+        parse_budget("2 GiBs")
+
+
+def test_wrong_way_out_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"on_infeasible='panic': expected 'error' or 'minimum'"):
+        Options.parse({"memory_budget": 0.5, "on_infeasible": "panic"})
+
+
+def test_plan_and_budget_together_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    _plan_of(_layers(), torch.randn(8, 32), path).save(path)
+    with pytest.raises(OptionError, match="give one or the other"):
+        Options.parse({"memory_budget": 0.5, "plan": path})
+
+
+# --- the promise -------------------------------------------------------------------------------------------------
+
+BUDGETS = (0.9, 0.5, 0.25)
+TOLERANCE = 1.02
+
+
+def _compiled(loss: Callable[[], torch.Tensor], **options: Any) -> Callable[[], torch.Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(loss, backend="remat", options={"inner": "aot_eager", **options})
+
+
+def _peak(loss: Callable[[], torch.Tensor], model: nn.Module) -> int:
+    return activation_peak(loss, model.parameters(), counter="dispatch").activation_bytes
+
+
+def _gradients(loss: Callable[[], torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def _layers(num_layers: int = 6, width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[_Block(width) for _ in range(num_layers)])
+
+
+@pytest.fixture(scope="module")
+def stack() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """A model whose activations are many times its weights, and its loss."""
+    model, x = _layers(), torch.randn(4096, 32)
+    return model, lambda: model(x).square().mean()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_measured_peak_keeps_within_the_budget(stack: Any, budget: float) -> None:
+    model, loss = stack
+    whole = remat.pareto(loss, inner="aot_eager", num_budgets=1).largest.peak_without_recompute_bytes
+    peak = _peak(_compiled(loss, memory_budget=budget), model)
+    assert peak <= TOLERANCE * budget * whole
+    assert peak >= 0.5 * min(budget, 0.3) * whole, "the budget is not used: nothing but recomputation is left"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_gradients_are_the_same_at_every_budget(stack: Any, budget: float) -> None:
+    model, loss = stack
+    expected = _gradients(_compiled(loss), model)
+    found = _gradients(_compiled(loss, memory_budget=budget), model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_smaller_budget_never_has_a_larger_peak(stack: Any) -> None:
+    model, loss = stack
+    peaks = [_peak(_compiled(loss, memory_budget=budget), model) for budget in BUDGETS]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_budget_in_bytes_means_those_bytes(stack: Any) -> None:
+    model, loss = stack
+    assert _peak(_compiled(loss, memory_budget="9MiB"), model) <= TOLERANCE * 9 * 2**20
+
+
+def test_tight_budget_goes_below_what_one_recomputation_reaches(stack: Any) -> None:
+    """Blocks are recomputed several times where that is what fits."""
+    _, loss = stack
+    frontier = remat.pareto(loss, inner="aot_eager", num_budgets=2).largest
+    assert max(d.num_recomputes for d in frontier.points[-1].plan.decisions) > 1
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("resnet", marks=pytest.mark.slow)])
+def test_prediction_is_what_is_measured(name: str, tmp_path: Path) -> None:
+    built = zoo.get(name).build("tiny")
+    batch = built.make_batch(0)
+
+    def loss() -> torch.Tensor:
+        return built.loss_fn(built.model, batch)
+
+    peak = _peak(_compiled(loss, memory_budget=0.8, dump=tmp_path), built.model)
+    plans = [remat.Plan.load(path) for path in tmp_path.glob("*.json")]
+    assert peak == pytest.approx(max(plan.peak.num_bytes for plan in plans), rel=0.05)
+
+
+# --- no plan fits ------------------------------------------------------------------------------------------------
+
+
+def test_budget_that_cannot_be_met_names_the_minimum_and_what_sets_it(stack: Any) -> None:
+    _, loss = stack
+    with pytest.raises(BackendCompilerFailed) as caught:
+        _compiled(loss, memory_budget=0.001)()
+    text = str(caught.value.inner_exception)
+    assert isinstance(caught.value.inner_exception, remat.InfeasibleBudget)
+    assert "memory_budget=0.001: that is 0.0" in text
+    assert "the lowest activation peak found is" in text
+    assert "It is set by `" in text
+    assert 'on_infeasible="minimum"' in text
+
+
+def test_minimum_is_taken_with_a_warning_where_asked(stack: Any) -> None:
+    model, loss = stack
+    compiled = _compiled(loss, memory_budget=0.001, on_infeasible="minimum")
+    with pytest.warns(UserWarning, match="Taking the lowest plan"):
+        compiled()
+    assert _peak(compiled, model) < 0.5 * _peak(_compiled(loss), model)
+
+
+def test_policy_that_keeps_the_minimum_up_is_named(stack: Any) -> None:
+    model, _ = stack
+    x = torch.randn(4096, 32)
+    keep = remat.checkpoint_region(policy=remat.policies.save_ops([torch.ops.aten.addmm.default]))
+
+    def loss() -> torch.Tensor:
+        h = x
+        for block in model:
+            h = keep(block.forward)(h)
+        return h.square().mean()
+
+    with pytest.raises(BackendCompilerFailed) as caught:
+        _compiled(loss, memory_budget=0.01)()
+    assert "A policy insists on keeping `addmm" in str(caught.value.inner_exception)
+
+
+# --- stored plans ------------------------------------------------------------------------------------------------
+
+
+def _plan_of(model: nn.Module, x: torch.Tensor, folder: Path) -> remat.Plan:
+    compiled = _compiled(lambda: model(x).square().mean(), memory_budget=0.8, dump=folder.with_suffix(""))
+    compiled()
+    (path,) = folder.with_suffix("").glob("*.json")
+    return remat.Plan.load(path)
+
+
+def test_stored_plan_is_applied_as_it_is(stack: Any, tmp_path: Path) -> None:
+    model, loss = stack
+    _compiled(loss, memory_budget=0.4, dump=tmp_path / "first")()
+    (path,) = (tmp_path / "first").glob("*.json")
+    expected = _gradients(_compiled(loss), model)
+    applied = _compiled(loss, plan=path, dump=tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(applied, model), expected, strict=True))
+    (again,) = (tmp_path / "again").glob("*.json")
+    assert remat.Plan.load(again) == remat.Plan.load(path)
+
+
+def test_plan_for_another_graph_is_refused_with_the_first_difference(tmp_path: Path) -> None:
+    plan = _plan_of(_layers(2), torch.randn(8, 32), tmp_path / "plan.json")
+    model, x = _layers(2), torch.randn(16, 32)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        _compiled(lambda: model(x).square().mean(), plan=plan)()
+    text = str(caught.value.inner_exception)
+    assert isinstance(caught.value.inner_exception, remat.PlanMismatch)
+    assert "made for another graph; the first difference is at node" in text
+    assert "float32[8, 32]" in text
+    assert "float32[16, 32]" in text
+
+
+def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": 2, "decisions": []}')
+    with pytest.raises(OptionError, match=r"plan=.*plan\.json' cannot be read: .*this plan is damaged"):
+        Options.parse({"plan": path})
