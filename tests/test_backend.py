@@ -141,7 +141,8 @@ def test_partitioner_refuses_what_belongs_to_the_backend() -> None:
     with pytest.raises(OptionError) as caught:
         remat.partitioner(max_autotune=True)
     assert str(caught.value) == (
-        "unknown option 'max_autotune': a partitioner has 'memory_budget', 'on_infeasible', 'cost_model', 'plan' or 'dump'"
+        "unknown option 'max_autotune': a partitioner has "
+        "'memory_budget', 'on_infeasible', 'cost_model', 'plan' or 'dump'"
     )
 
 
