@@ -72,6 +72,7 @@ from torch.overrides import _get_current_function_mode_stack as get_function_mod
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -469,6 +470,15 @@ def _line_of(error: Any) -> str:
     """The innermost line of the user's program that an error of Dynamo's is about, `file:line`."""
     stack = list(getattr(error, "real_stack", None) or ())
     return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
+def untraced_line(error: BaseException) -> tuple[str, str] | None:
+    """The line that Dynamo could not trace, and why; None if the error is not one of Dynamo's."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    if not isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
+        return None
+    return _line_of(error), str(error.args[0] if error.args else error).strip().partition("\n")[0]
 
 
 def next_region_number() -> int:

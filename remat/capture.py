@@ -128,7 +128,7 @@ def _stop(*_: object, **__: object) -> Any:
     raise _Stop
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """An error and what it was made from, as far as Python or Dynamo tell."""
     seen: list[BaseException] = []
     pending: list[Any] = [error]
@@ -141,12 +141,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _has_cause(error: BaseException, kind: type[BaseException]) -> bool:
-    return any(isinstance(cause, kind) for cause in _causes(error))
+    return any(isinstance(cause, kind) for cause in causes_of(error))
 
 
 def _own_error(error: Exception) -> Exception:
     """What went wrong, without Dynamo's wrapping if it is one of remat's own errors."""
-    return next((cause for cause in _causes(error) if isinstance(cause, RematError)), error)
+    return next((cause for cause in causes_of(error) if isinstance(cause, RematError)), error)
 
 
 @contextmanager
