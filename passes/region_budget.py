@@ -10,7 +10,7 @@ from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .plan import RegionShare
 from .schedule import Schedule
-from .share_planner import SharePlanner, ShareSearch, search_shares
+from .share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from .shares import Limits, Shares
 from .simulate import simulate
 from .source import source_line
@@ -34,7 +34,10 @@ def choose_within_shares(
     plain = Planner(problem, storages)
     limits = asked = Limits.resolve(shares, plain.without_recompute.simulation)
     search = search_shares(problem, storages, limits, gives_up=not take_minimum)
-    short = limits.exceeded(shares.peaks(simulate(problem.graph, storages, search.schedule)))
+    short = _exceeded(problem, storages, limits, search)
+    if short and all(search.lowest[region] <= limits.num_bytes[region] for region in short):
+        search = reconciled(search, storages, limits)
+        short = _exceeded(problem, storages, limits, search)
     if short:
         limits = _relaxed(problem, storages, limits, search, short, take_minimum=take_minimum)
     budget_bytes = None if budget is None else budget.resolve(plain)
@@ -54,11 +57,22 @@ def choose_within_shares(
     )
 
 
+def _exceeded(problem: FlowProblem, storages: Storages, limits: Limits, search: ShareSearch) -> list[int]:
+    return limits.exceeded(limits.shares.peaks(simulate(problem.graph, storages, search.schedule)))
+
+
 def _relaxed(
     problem: FlowProblem, storages: Storages, limits: Limits, search: ShareSearch, short: list[int], *, take_minimum: bool
 ) -> Limits:
     """Give regions whose budget cannot be met what the lowest plan takes, with a warning; or raise an error."""
-    message = _explain(problem, storages, limits, short[0], search.lowest_schedules[short[0]])
+    hopeless = [region for region in short if search.lowest[region] > limits.num_bytes[region]]
+    if hopeless:
+        message = _explain(problem, storages, limits, hopeless[0], search.lowest_schedules[hopeless[0]])
+    else:
+        message = (
+            f"{_explain(problem, storages, limits, short[0], search.schedule)}\n"
+            f"Its budget can be met by itself, but not together with those of {_others(limits, short[0])}."
+        )
     if not take_minimum:
         raise InfeasibleBudget(
             f'{message}\nGive at least as much, or compile with on_infeasible="minimum" to take the lowest plan; '
@@ -69,6 +83,11 @@ def _relaxed(
     peaks = limits.shares.peaks(simulate(problem.graph, storages, search.schedule))
     reached = [max(limit, peak.num_bytes) for limit, peak in zip(limits.num_bytes, peaks, strict=True)]
     return replace(limits, num_bytes=tuple(reached))
+
+
+def _others(limits: Limits, region: int) -> str:
+    paths = [bound.path for bound in limits.shares.budgets]
+    return ", ".join([*paths[:region], *paths[region + 1 :]][:8])
 
 
 def _explain(problem: FlowProblem, storages: Storages, limits: Limits, region: int, schedule: Schedule) -> str:

@@ -61,7 +61,8 @@ class _Searcher:
         schedule, peaks = self._cut(multiples)
         for region in self.limits.exceeded(peaks):
             schedule = self._planned_apart(priced, schedule, region)
-            if self.gives_up and region in self.limits.exceeded(self._peaks(schedule)):
+            low = self.lowest[region]
+            if self.gives_up and low is not None and low[0] > self.limits.num_bytes[region]:
                 break
         return self._result(priced, schedule, is_plain=False)
 
@@ -144,6 +145,13 @@ class _Searcher:
         rows = zip(self._peaks(schedule), self.limits.num_bytes, strict=True)
         excess = sum(max(0, peak.num_bytes - limit) for peak, limit in rows)
         return excess, extra_ticks(self.problem, schedule)
+
+
+def reconciled(search: ShareSearch, storages: Storages, limits: Limits) -> ShareSearch:
+    """Look for a schedule within all limits at once, starting from one that leaves some of them exceeded."""
+    planner = SharePlanner(search, storages, limits, None)
+    offer = planner.within(planner.unit_bytes) or min(planner.seed, planner.lowest, key=lambda o: o.peak_bytes)
+    return replace(search, schedule=offer.schedule)
 
 
 def search_shares(problem: FlowProblem, storages: Storages, limits: Limits, *, gives_up: bool) -> ShareSearch:

@@ -19,7 +19,7 @@ import torch
 from .capture import causes_of
 from .eager import run_region
 from .passes.errors import InfeasibleBudget, RematError
-from .passes.torch_private import is_faking, peek_functorch_stack, tree_flatten, untraced_line
+from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
 if TYPE_CHECKING:
     from .region import RegionOptions
@@ -60,6 +60,8 @@ class PlannedRegion:
             explained = _explained(self.region, error)
             if explained is None:
                 raise
+            if any(program_fails(cause) for cause in causes_of(error)):
+                self.unplanned(function, args, kwargs)  # raises the program's own error, as its callers expect
             raise explained from error
 
     def _compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
