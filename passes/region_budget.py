@@ -62,7 +62,13 @@ def _exceeded(problem: FlowProblem, storages: Storages, limits: Limits, search: 
 
 
 def _relaxed(
-    problem: FlowProblem, storages: Storages, limits: Limits, search: ShareSearch, short: list[int], *, take_minimum: bool
+    problem: FlowProblem,
+    storages: Storages,
+    limits: Limits,
+    search: ShareSearch,
+    short: list[int],
+    *,
+    take_minimum: bool,
 ) -> Limits:
     """Give regions whose budget cannot be met what the lowest plan takes, with a warning; or raise an error."""
     hopeless = [region for region in short if search.lowest[region] > limits.num_bytes[region]]

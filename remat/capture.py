@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .passes.errors import RematError
+from .passes.errors import RematError, causes_of
 from .passes.torch_private import CustomPartitionerFn, aot_compile, graph_break_of, inductor_compile
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
@@ -126,18 +126,6 @@ class _Splitter(CustomPartitionerFn):
 
 def _stop(*_: object, **__: object) -> Any:
     raise _Stop
-
-
-def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was made from, as far as Python or Dynamo tell."""
-    seen: list[BaseException] = []
-    pending: list[Any] = [error]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, BaseException) and current not in seen:
-            seen.append(current)
-            yield current
-            pending += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
 
 
 def _has_cause(error: BaseException, kind: type[BaseException]) -> bool:

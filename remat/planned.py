@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .capture import causes_of
 from .eager import run_region
-from .passes.errors import InfeasibleBudget, RematError
+from .passes.errors import InfeasibleBudget, RematError, causes_of
 from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,12 +21,13 @@ from torch import nn
 from remat.carrier import operator_of
 from remat.eager import RegionSpec, Selective, is_recomputing
 from remat.eager.determinism import find_determinism_check
-from remat.memory_budget import parse_budget
-from remat.passes.budget import Budget
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.planned import Runner, runner_of
+
+if TYPE_CHECKING:
+    from remat.passes.budget import Budget
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -46,11 +47,15 @@ class RegionOptions:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        parse_budget(self.memory_budget)  # what is wrong with it is said where the region is marked
+        _ = self.budget  # what is wrong with it is said where the region is marked
 
     @property
     def budget(self) -> Budget | None:
         """The bound on the region's share of the activation peak."""
+        if self.memory_budget is None:
+            return None
+        from remat.memory_budget import parse_budget  # leads to the planners, which most programs never need
+
         return parse_budget(self.memory_budget)
 
     def eager_spec(self) -> RegionSpec:

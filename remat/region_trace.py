@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 
 from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
-from .passes.budget import Budget
 from .passes.name_op import name_op
 from .passes.plan import source_line
 from .passes.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
@@ -35,6 +34,9 @@ from .passes.torch_private import (
     traced_nodes_so_far,
     tracer,
 )
+
+if TYPE_CHECKING:
+    from .passes.budget import Budget
 
 _CAST = torch.ops.aten._to_copy.default
 

@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all, selective
-from remat.passes.errors import OptionError
 from torch import nn
 
 from remat import compat
