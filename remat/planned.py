@@ -90,10 +90,17 @@ def _compile(region: RegionOptions) -> Callable[..., Any]:
     from .backend import remat
     from .carrier import operator_of
 
+    not_compiled = (
+        f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and plans take a trace by "
+        "torch.compile, which is switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, or a dispatch mode "
+        "that compilers cannot look into). Leave out memory_budget and say by a policy what is kept."
+    )
     # The graph has the budget, so the region inside must not have it once more.
     inner = operator_of(replace(region, memory_budget=None))
 
     def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise RematError(not_compiled)
         return inner(function, *args, **kwargs)
 
     # Compilers count how often they compile a code object; each plan has its own.

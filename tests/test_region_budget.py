@@ -471,3 +471,9 @@ def test_region_budget_counts_when_torch_compile_runs_graphs_eagerly() -> None:
     region = remat.checkpoint_region(name="tiny", memory_budget="2KiB")(lambda x: x.sin().exp().tanh())
     with warnings.catch_warnings(), pytest.raises(InfeasibleBudget, match="region tiny"):
         torch.compile(lambda x: region(x), backend="eager")(batch())
+
+
+def test_budget_is_not_forgotten_where_nothing_is_compiled() -> None:
+    region = remat.checkpoint_region(name="part", memory_budget=0.9)(lambda x: x.sin().exp().tanh())
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RematError, match="region part .* switched off here"):
+        region(batch())
