@@ -9,13 +9,14 @@ local search improves on the result; a budget of the whole graph is met by the p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .budget import Offer, Planner, extra_ticks
 from .flow import FlowProblem
-from .improve import Candidate
+from .improve import NODES_SIMULATED, Candidate, Improver, Move, Touch
 from .schedule import Schedule, schedule_backward
 from .shares import Limits, SharePeak
 from .simulate import simulate
@@ -23,6 +24,9 @@ from .storage import Storages
 
 FIRST_MULTIPLE, FACTOR, NUM_RAISES = 0.25, 4.0, 12
 """Prices per byte that are tried, as multiples of what moving a byte costs: the last keeps only what must be kept."""
+
+SMALL_PART = 2
+"""A region whose values are fewer than the graph's over this is searched by itself before the whole graph is."""
 
 NUM_REFINEMENTS = 5
 """How often a price that fits is brought closer to the highest one that does not."""
@@ -41,6 +45,25 @@ class ShareSearch:
     """The schedules that reach them."""
     is_plain: bool
     """No price was needed."""
+
+
+class _RegionImprover(Improver[Offer]):
+    """Anneals what one region does: the graph may be large, but what can be changed is not."""
+
+    def __init__(self, planner: Planner, inside: Collection[int]) -> None:
+        super().__init__(planner.problem, planner.improver.judge)
+        self.planner, self.inside = planner, inside
+
+    def anneal(self, limit: int) -> Offer | None:
+        """Look for a share within a limit around the lowest one that a cut reaches."""
+        start = min((self.planner.fastest, *self.planner.dearer_cuts), key=lambda o: (o.peak_bytes, o.extra_ticks))
+        self.nodes_left = NODES_SIMULATED
+        fitting = [offer for offer in self._anneal([start], limit) if offer.peak_bytes <= limit]
+        return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
+
+    def _random_move(self, candidate: Candidate, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
+        own = {v: moments for v, moments in touches.items() if v in self.inside}
+        return super()._random_move(candidate, own, rng) if own else None
 
 
 class _Searcher:
@@ -128,9 +151,12 @@ class _Searcher:
         sizes = tuple(size if is_member else 0 for size, is_member in zip(priced.costs.num_bytes, members, strict=True))
         alone = replace(priced, costs=replace(priced.costs, num_bytes=sizes))
         planner = Planner(alone, shares.masked(self.storages, region))
-        offer = planner.within(limit) or planner.lowest
-        improver = planner.improver
         inside = {v for v, i in enumerate(priced.bases) if members[i]}
+        offer = None
+        if SMALL_PART * len(inside) < len(priced.bases):
+            offer = _RegionImprover(planner, inside).anneal(limit)
+        offer = offer or planner.within(limit) or planner.lowest
+        improver = planner.improver
         merged: Candidate = frozenset(
             (
                 *(fact for fact in improver.read(schedule) if fact.value not in inside),

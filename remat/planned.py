@@ -91,7 +91,7 @@ def _compile(region: RegionOptions) -> Callable[..., Any]:
     from .carrier import operator_of
 
     not_compiled = (
-        f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and plans take a trace by "
+        f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and a plan a trace by "
         "torch.compile, which is switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, or a dispatch mode "
         "that compilers cannot look into). Leave out memory_budget and say by a policy what is kept."
     )

@@ -475,5 +475,5 @@ def test_region_budget_counts_when_torch_compile_runs_graphs_eagerly() -> None:
 
 def test_budget_is_not_forgotten_where_nothing_is_compiled() -> None:
     region = remat.checkpoint_region(name="part", memory_budget=0.9)(lambda x: x.sin().exp().tanh())
-    with torch.compiler.set_stance("force_eager"), pytest.raises(RematError, match="region part .* switched off here"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RematError, match=r"region part .* switched off here"):
         region(batch())
