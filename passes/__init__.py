@@ -5,6 +5,8 @@
     constraints     what may be saved, what may be recomputed, and why not
     cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
     choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan)
+                    with budgets: budget plans for the graph's, region_budget for those of regions (shares: what they
+                    bound, share_planner: how they are met)
     schedule        the order of backward, each recomputation just before its first reader
     extract         forward and backward as graphs; rng replays random ops
     verify          plans and graphs checked against the rules, always

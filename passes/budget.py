@@ -79,7 +79,7 @@ class Budget:
         lowest = planner.lowest
         if lowest.peak_bytes <= budget_bytes:
             return lowest
-        message = _explain_minimum(self.text, budget_bytes, planner.problem, lowest)
+        message = explain_minimum(self.text, budget_bytes, planner.problem, lowest)
         if not self.take_minimum:
             raise InfeasibleBudget(message)
         warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
@@ -202,7 +202,7 @@ def extra_ticks(problem: FlowProblem, schedule: Schedule) -> int:
     return total
 
 
-def _explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer) -> str:
+def explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer) -> str:
     """Say how low the peak can get, which op sets it, what is alive there, and who insists on keeping it."""
     simulation, graph = lowest.simulation, problem.graph
     moment = simulation.peak_moment
@@ -210,14 +210,14 @@ def _explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest:
     source = source_line(node.stack_trace or "")
     alive = simulation.alive_at(moment)
     lines = [
-        f"memory_budget={text}: that is {_mib(budget_bytes)}, but the lowest activation peak found is "
-        f"{_mib(lowest.peak_bytes)} ({lowest.peak_bytes} bytes).",
+        f"memory_budget={text}: that is {mib(budget_bytes)}, but the lowest activation peak found is "
+        f"{mib(lowest.peak_bytes)} ({lowest.peak_bytes} bytes).",
         f"It is set by `{node.name}` ({node.target}) in {'forward' if moment < simulation.num_forward else 'backward'}"
         + (f", {source}" if source else "")
         + ", where these are alive:",
-        *(f"  {_mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
+        *(f"  {mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
     ]
-    insisted = _kept_by_policy(problem, {m.node for m in alive})
+    insisted = kept_by_policy(problem, {m.node for m in alive})
     if insisted:
         lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
     lines.append(
@@ -227,10 +227,12 @@ def _explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest:
     return "\n".join(lines)
 
 
-def _kept_by_policy(problem: FlowProblem, alive: set[int]) -> list[int]:
+def kept_by_policy(problem: FlowProblem, alive: set[int]) -> list[int]:
+    """Those of the nodes alive whose values a policy insists on keeping."""
     values = (problem.value_of[i] for i in sorted(alive) if i in problem.value_of)
     return [problem.bases[v] for v in values if problem.constraint(v).no_recompute is Reason.POLICY_SAVE]
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """Bytes for people."""
     return f"{num_bytes / 2**20:.2f} MiB"

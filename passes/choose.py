@@ -14,9 +14,11 @@ from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph
 from .offload import is_offloaded
-from .plan import Action, Decision, Plan, PredictedPeak, module_path, source_line
+from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
+from .region_budget import choose_within_shares
 from .region_tag import region_fields
 from .schedule import Schedule
+from .shares import Shares
 from .simulate import Simulation
 from .storage import Storages
 
@@ -32,8 +34,22 @@ class Chosen:
     schedule: Schedule
 
 
-def choose_plan(problem: FlowProblem, storages: Storages, budget: Budget | None, key: str) -> Chosen:
-    """Pick the fastest plan that keeps within the budget."""
+def choose_plan(
+    problem: FlowProblem, storages: Storages, budget: Budget | None, key: str, *, take_minimum: bool = False
+) -> Chosen:
+    """Pick the fastest plan that keeps within the budgets of the graph and of its regions."""
+    shares = Shares.find(problem.graph)
+    if shares.budgets:
+        found = choose_within_shares(problem, storages, shares, budget, take_minimum=take_minimum)
+        return write_plan(
+            problem,
+            storages,
+            found.offer,
+            key,
+            budget_bytes=found.budget_bytes,
+            without_recompute_bytes=found.without_recompute_bytes,
+            shares=found.shares,
+        )
     planner = Planner(problem, storages)
     if budget is None:
         return write_plan(problem, storages, planner.fastest, key)
@@ -51,6 +67,7 @@ def write_plan(
     *,
     budget_bytes: int | None = None,
     without_recompute_bytes: int | None = None,
+    shares: tuple[RegionShare, ...] = (),
 ) -> Chosen:
     """Write down what a schedule does with every value."""
     graph = problem.graph
@@ -64,6 +81,7 @@ def write_plan(
         planner=offer.planner,
         graph=describe_graph(graph),
         key=key,
+        shares=shares,
     )
     return Chosen(plan, offer.schedule)
 

@@ -26,7 +26,7 @@ from .joint_graph import (
 )
 from .op_facts import facts_of
 from .policy import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError
-from .region_tag import REGION_TAG, is_port, policy_of, region_of, region_of_formula
+from .region_tag import REGION_TAG, budgets_around, is_port, policy_of, region_of, region_of_formula
 from .source import source_line
 from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
 
@@ -89,13 +89,15 @@ class Constraints:
 def find_constraints(graph: JointGraph, *, preferences_bind: bool = True) -> Constraints:
     """Find what may be done with each value on the forward side.
 
-    Without a budget a policy's preferences are as good as orders; with one they are prices.
+    Without a budget a policy's preferences are as good as orders; with one, on the graph (`preferences_bind=False`) or
+    on a region around the op, they are prices.
     """
     tainted = _aliases_of(graph, _mutated_inputs(graph))
     written = (_written_in_place(graph) - tainted) | _written_within_backward(graph)
     found: list[Constraint | None] = []
     for i, role in enumerate(graph.roles):
-        found.append(_constraint(graph, i, tainted, written, found, preferences_bind) if role in FORWARD_SIDE else None)
+        binds = preferences_bind and not budgets_around(graph.nodes[i])
+        found.append(_constraint(graph, i, tainted, written, found, binds) if role in FORWARD_SIDE else None)
     return Constraints(of=tuple(found), saved_by_copy=frozenset(tainted))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 
 class RematError(Exception):
     """Base class of remat's errors."""
@@ -25,3 +28,15 @@ class PlanMismatch(RematError):
 
 class VerificationError(RematError):
     """A plan or an extracted graph breaks the rules it was made under; it is refused instead of being run."""
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was made from, as far as Python or Dynamo tell."""
+    seen: list[BaseException] = []
+    pending: list[Any] = [error]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, BaseException) and current not in seen:
+            seen.append(current)
+            yield current
+            pending += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]

@@ -6,8 +6,8 @@ instead of its base: views are joined to their bases before the cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import Costs
@@ -36,6 +36,8 @@ class FlowProblem:
     """Values that backward reads directly."""
     inputs: tuple[tuple[int, ...], ...]
     """Per value, the values that computing it reads."""
+    extra_ticks_per_byte: Mapping[int, float] = field(default_factory=dict)
+    """What keeping a byte of a value costs in addition, because memory is short where it belongs."""
 
     @staticmethod
     def build(graph: JointGraph, constraints: Constraints, costs: Costs) -> FlowProblem:
@@ -94,6 +96,7 @@ class FlowProblem:
         i, constraint = self.bases[v], self.constraint(v)
         if is_kept and constraint.no_save is None:
             return Value(save_price=0, recompute_price=FORBIDDEN, inputs=self.inputs[v], needed=True)
+        ticks_per_byte += self.extra_ticks_per_byte.get(v, 0.0)
         save_ticks = self.costs.save_ticks[i] + round(ticks_per_byte * self.costs.num_bytes[i])
         recompute_ticks = self.costs.recompute_ticks[i]
         if constraint.prefers is Reason.POLICY_RECOMPUTE:

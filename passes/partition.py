@@ -39,6 +39,8 @@ class Request:
     budget: Budget | None = None
     fuses: bool = False
     """What will run the graphs fuses ops."""
+    take_minimum: bool = False
+    """Where a region's budget cannot be met, warn and take the lowest plan instead of raising an error."""
     stored: Sequence[Plan] = ()
     """Plans made earlier, one of which is to be applied; empty to plan afresh."""
     key: str = ""
@@ -60,7 +62,9 @@ def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) 
     if request.stored:
         chosen = apply_plan(prepared.problem, request.stored)
     else:
-        chosen = choose_plan(prepared.problem, prepared.storages, request.budget, request.key)
+        chosen = choose_plan(
+            prepared.problem, prepared.storages, request.budget, request.key, take_minimum=request.take_minimum
+        )
     return split(prepared, chosen)
 
 

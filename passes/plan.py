@@ -69,6 +69,15 @@ class PredictedPeak:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionShare:
+    """What one call of a region with a budget has allocated at its worst moment."""
+
+    path: str
+    budget_bytes: int
+    predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All decisions of one joint graph, in graph order, and the order of backward."""
 
@@ -88,6 +97,8 @@ class Plan:
     """The joint graph that it was made for, a line per node."""
     key: str
     """Options and versions under which it was made."""
+    shares: tuple[RegionShare, ...] = ()
+    """The regions that have a budget of their own, in graph order."""
 
     @property
     def num_nodes(self) -> int:
@@ -171,6 +182,11 @@ class Plan:
         ]
         if self.budget_bytes is not None:
             lines.append(f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}")
+        lines += [
+            f"  region              {mebibytes(share.predicted_bytes)}  of {mebibytes(share.budget_bytes).strip()}: "
+            f"{share.path}"
+            for share in self.shares
+        ]
         if self.offloaded:
             num_bytes = sum(d.num_bytes for d in self.offloaded)
             lines.append(f"  offloaded   {len(self.offloaded):6}  {mebibytes(num_bytes)}")
@@ -216,6 +232,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             "phases": tuple(data["phases"]),
             "graph": tuple(data["graph"]),
             "peak": PredictedPeak(**peak),
+            "shares": tuple(RegionShare(**share) for share in data.get("shares", ())),
         }
     )
 

@@ -38,6 +38,19 @@ _CUSTOM = "custom"
 
 
 @dataclass(frozen=True, slots=True)
+class RegionBudget:
+    """A bound on what one call of a region may have allocated at any moment."""
+
+    path: str
+    """The region call that it bounds."""
+    text: str
+    """The user's words, for messages."""
+    fraction: float | None = None
+    """Of the region's share without recomputation."""
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RegionTag:
     """The region of one node."""
 
@@ -49,6 +62,8 @@ class RegionTag:
     """The policy's name and line; empty for a region without one."""
     preserve_rng_state: bool = True
     """Whether a recomputed random op draws what it drew in forward."""
+    budgets: tuple[RegionBudget, ...] = ()
+    """The budgets of this region and of those around it, outermost first."""
 
 
 def tag(node: fx.Node, region: RegionTag, answer: CheckpointPolicy) -> None:
@@ -112,6 +127,12 @@ def region_of_formula(node: fx.Node) -> RegionTag | None:
     """The region a node belongs to, as forward op or as part of such an op's backward formula."""
     found: RegionTag | None = node.meta.get(OWN_TAG) or (node.meta.get(_CUSTOM) or {}).get(OWN_TAG)
     return found
+
+
+def budgets_around(node: fx.Node) -> tuple[RegionBudget, ...]:
+    """The region budgets that a node's memory counts for, as forward op or as part of a backward formula."""
+    region = region_of_formula(node)
+    return () if region is None else region.budgets
 
 
 def policy_of(node: fx.Node) -> CheckpointPolicy | None:

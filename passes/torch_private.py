@@ -72,6 +72,7 @@ from torch.overrides import _get_current_function_mode_stack as get_function_mod
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -338,7 +339,12 @@ def graph_break_of(error: Exception) -> str | None:
 def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The compiler of `inner="aot_eager"`: run the graph's ops one by one, freeing inputs as they die."""
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._guards import TracingContext
 
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        # Ops that run one by one write over none of backward's inputs, so backward can run twice.
+        context.fw_metadata.bw_donated_idxs = []
     return boxed_nop(gm, example_inputs)
 
 
@@ -469,6 +475,25 @@ def _line_of(error: Any) -> str:
     """The innermost line of the user's program that an error of Dynamo's is about, `file:line`."""
     stack = list(getattr(error, "real_stack", None) or ())
     return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
+def untraced_line(error: BaseException) -> tuple[str, str] | None:
+    """The line that Dynamo could not trace, and why; None if the error is not one of Dynamo's."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    if not isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
+        return None
+    lines = [line.strip() for line in str(error.args[0] if error.args else error).strip().splitlines()]
+    more = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return _line_of(error), ": ".join([*lines[:1], *more[:1]])
+
+
+def program_fails(error: BaseException) -> bool:
+    """True if Dynamo met an error that the program itself raises, not something that it cannot trace."""
+    from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported
+
+    is_observed = isinstance(error, Unsupported) and str(error).lstrip().startswith("Observed exception")
+    return is_observed or isinstance(error, (ObservedException, TorchRuntimeError))
 
 
 def next_region_number() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .carrier import inside_broken_regions
+from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
 from .passes.fusion import may_fuse
@@ -30,7 +30,7 @@ def remat(
     partitioner = Partitioner(parsed)
     gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
-        has_order = parsed.budget is not None or bool(parsed.plans)
+        has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
         memory = KEEP_ORDER if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
         return inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)

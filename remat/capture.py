@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .passes.errors import RematError
+from .passes.errors import RematError, causes_of
 from .passes.torch_private import CustomPartitionerFn, aot_compile, graph_break_of, inductor_compile
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
@@ -128,25 +128,13 @@ def _stop(*_: object, **__: object) -> Any:
     raise _Stop
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was made from, as far as Python or Dynamo tell."""
-    seen: list[BaseException] = []
-    pending: list[Any] = [error]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, BaseException) and current not in seen:
-            seen.append(current)
-            yield current
-            pending += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
-
-
 def _has_cause(error: BaseException, kind: type[BaseException]) -> bool:
-    return any(isinstance(cause, kind) for cause in _causes(error))
+    return any(isinstance(cause, kind) for cause in causes_of(error))
 
 
 def _own_error(error: Exception) -> Exception:
     """What went wrong, without Dynamo's wrapping if it is one of remat's own errors."""
-    return next((cause for cause in _causes(error) if isinstance(cause, RematError)), error)
+    return next((cause for cause in causes_of(error) if isinstance(cause, RematError)), error)
 
 
 @contextmanager

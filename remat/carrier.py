@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from .eager import run_region
 from .passes.errors import RematError
 from .passes.fingerprint import fingerprint
 from .passes.policy import normalise_policy
@@ -31,6 +30,7 @@ from .passes.torch_private import (
     trace_as_wrapper,
     tracer,
 )
+from .planned import runner_of, untraceable
 from .region_trace import run_body, run_traced
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RegionOperator(HigherOrderOperator):
     def __init__(self, name: str, region: RegionOptions) -> None:
         super().__init__(name, cacheable=True)  # type: ignore[no-untyped-call]
         self.region = region
-        self.spec = region.eager_spec()
+        self.runner = runner_of(region)
         self.policy = None if region.policy is None else normalise_policy(region.policy)
         self.codes: dict[CodeType, CodeType] = {}
         """Copies of the code of broken bodies: Dynamo compiles per code object, and this one is inside the region."""
@@ -58,7 +58,7 @@ class RegionOperator(HigherOrderOperator):
             return self._trace(body, args)
         if is_faking():
             return run_body(body, *args)
-        return run_region(body, args, kwargs, self.spec)
+        return self.runner(body, args, kwargs)
 
     def _trace(self, body: fx.GraphModule, args: Any) -> Any:
         return run_traced(
@@ -67,10 +67,13 @@ class RegionOperator(HigherOrderOperator):
             name=self.region.name,
             policy=self.policy,
             preserve_rng_state=self.region.preserve_rng_state,
+            budget=self.region.budget,
         )
 
     def _call_broken(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call code that Dynamo could not capture whole: it compiles the pieces, each of them inside the region."""
+        if self.region.budget is not None:
+            raise RematError(untraceable(self.region, *next(iter(self.breaks.items()), ("", ""))))
         self._warn_of_breaks()
         with _inside(self):
             return self._own(function)(*args, **kwargs)
@@ -106,6 +109,13 @@ class RegionOperator(HigherOrderOperator):
                 "is saved."
             )
             warnings.warn_explicit(text, UserWarning, file or "unknown", int(number or 0))
+
+
+def has_budgeted_region(gm: fx.GraphModule) -> bool:
+    """True if a graph that Dynamo captured calls a region with a budget, at any depth."""
+    bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    targets = (node.target for body in bodies for node in body.graph.nodes)
+    return any(isinstance(target, RegionOperator) and target.region.budget is not None for target in targets)
 
 
 # -------------------------------------------------------------------------------------------------- one per kind

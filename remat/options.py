@@ -35,6 +35,8 @@ class Options:
     """How recomputation is priced."""
     budget: Budget | None = None
     """A bound on the activation peak."""
+    take_minimum: bool = False
+    """Where a budget cannot be met, take the lowest plan."""
     plans: tuple[Plan, ...] = ()
     """Plans made earlier that are to be applied."""
     dump: str | None = None
@@ -61,13 +63,15 @@ class Options:
         given = _checked_names(options)
         cost_model = _cost_model(given.pop("cost_model", "roofline"))
         dump = _dump(given.pop("dump", None))
-        budget = parse_budget(given.pop("memory_budget", None), given.pop("on_infeasible", "error"))
+        on_infeasible = given.pop("on_infeasible", "error")
+        budget = parse_budget(given.pop("memory_budget", None), on_infeasible)
         plans = _plans(given.pop("plan", None))
         if plans and budget is not None:
             raise OptionError("plan and memory_budget: a stored plan has its own peak; give one or the other")
         for name in given:
             raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
-        return Options(cost_model=cost_model, budget=budget, plans=plans, dump=dump)
+        take_minimum = on_infeasible == "minimum"
+        return Options(cost_model=cost_model, budget=budget, take_minimum=take_minimum, plans=plans, dump=dump)
 
 
 PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "dump")

@@ -37,6 +37,7 @@ class Partitioner(CustomPartitionerFn):
         self.request = Request(
             cost_model=cost_model,
             budget=options.budget,
+            take_minimum=options.take_minimum,
             fuses=options.fuses,
             stored=options.plans,
             key=self.plan_key,
@@ -108,7 +109,7 @@ def cost_model_of(options: Options) -> CostModel:
 def _plan_key(options: Options, cost_model: CostModel) -> str:
     """Everything a plan depends on beside its graph."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.fuses} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {options.fuses} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 

@@ -13,17 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from remat.carrier import operator_of
-from remat.eager import RegionSpec, Selective, is_recomputing, run_region
+from remat.eager import RegionSpec, Selective, is_recomputing
 from remat.eager.determinism import find_determinism_check
 from remat.passes.errors import OptionError
 from remat.passes.policy import Policy, normalise_policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
+from remat.planned import Runner, runner_of
+
+if TYPE_CHECKING:
+    from remat.passes.budget import Budget
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
@@ -42,8 +46,20 @@ class RegionOptions:
     early_stop: bool = True
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        _ = self.budget  # what is wrong with it is said where the region is marked
+
+    @property
+    def budget(self) -> Budget | None:
+        """The bound on the region's share of the activation peak."""
+        if self.memory_budget is None:
+            return None
+        from remat.memory_budget import parse_budget  # leads to the planners, which most programs never need
+
+        return parse_budget(self.memory_budget)
+
     def eager_spec(self) -> RegionSpec:
-        """Return the same for the eager engine, which has no use for a budget."""
+        """Return the same for the eager engine's recomputation, which has no use for a budget."""
         selective = None if self.policy is None else Selective(normalise_policy(self.policy))
         return RegionSpec(
             name=self.name,
@@ -83,11 +99,6 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
             "Write @checkpoint_region above the function; options go by keyword: "
             '@checkpoint_region(name="mlp").'
         )
-    if options.get("memory_budget") is not None:
-        raise OptionError(
-            f"checkpoint_region(memory_budget={options['memory_budget']!r}): budgets are not implemented yet; "
-            "leave it out and say by a policy what is kept."
-        )
     if torch.compiler.is_dynamo_compiling():
         return _mark_while_traced(function, name, options)
     region = RegionOptions(name=name or _default_name(function), **options)
@@ -103,11 +114,11 @@ def _default_name(function: Any) -> str:
 
 
 def _mark_function(function: Any, region: RegionOptions) -> Any:
-    spec = region.eager_spec()
+    run = runner_of(region)
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _call_region(function, args, kwargs, region, spec)
+        return _call_region(function, args, kwargs, region, run)
 
     return marked
 
@@ -143,10 +154,10 @@ class RegionForward:
         if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
             # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
             module: Any = self.module()
-            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.spec)
+            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.run)
         if torch.compiler.is_dynamo_compiling():
-            return _call_region(self.own, args, kwargs, self.region, self.spec)
-        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.spec)
+            return _call_region(self.own, args, kwargs, self.region, self.run)
+        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.run)
 
     def _forward_of_caller(self, frame: FrameType) -> Any:
         """Return the forward of the module that is being called: a shallow copy has this object too."""
@@ -163,7 +174,7 @@ class RegionForward:
         self.module: weakref.ref[nn.Module] = weakref.ref(state["module"])
         self.region: RegionOptions = state["region"]
         self.own: Any = state["own"]
-        self.spec = self.region.eager_spec()
+        self.run = runner_of(self.region)
 
 
 class _NoForward(Enum):
@@ -192,12 +203,12 @@ def remove_region(module: nn.Module) -> None:
 
 
 def _call_region(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, spec: RegionSpec
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, run: Runner
 ) -> Any:
     """Hand a call of marked code to an engine."""
     if torch.compiler.is_dynamo_compiling():
         return operator_of(region)(function, *args, **kwargs)
-    return run_region(function, args, kwargs, spec)
+    return run(function, args, kwargs)
 
 
 def _mark_while_traced(function: Any, name: str | None, options: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -23,7 +23,7 @@ from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from .passes.name_op import name_op
 from .passes.plan import source_line
 from .passes.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
-from .passes.region_tag import NAME_TAG, RegionTag, policy_of, region_of, tag, views, whole_views
+from .passes.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
 from .passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,
@@ -34,6 +34,9 @@ from .passes.torch_private import (
     traced_nodes_so_far,
     tracer,
 )
+
+if TYPE_CHECKING:
+    from .passes.budget import Budget
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -112,22 +115,36 @@ _numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictiona
 
 
 def run_traced(
-    body: Callable[..., Any], args: Any, *, name: str, policy: PolicyFunction | None, preserve_rng_state: bool
+    body: Callable[..., Any],
+    args: Any,
+    *,
+    name: str,
+    policy: PolicyFunction | None,
+    preserve_rng_state: bool,
+    budget: Budget | None = None,
 ) -> Any:
     """Run the body of a region while a graph is being recorded, tagging its nodes."""
     with _tagger() as tagger, fx_preserving_meta():
         outer = tagger.open[-1].tag if tagger.open else None
+        path = _numbered(name if outer is None else f"{outer.path}/{name}")
         region = RegionTag(
-            path=_numbered(name if outer is None else f"{outer.path}/{name}"),
+            path=path,
             number=next_region_number() if outer is None else outer.number,
             policy="" if policy is None else policy_name(policy),
             preserve_rng_state=preserve_rng_state,
+            budgets=(*(() if outer is None else outer.budgets), *_bounds(path, budget)),
         )
         tagger.open.append(_OpenRegion(region, policy))
         try:
             return body(*args)
         finally:
             tagger.open.pop()
+
+
+def _bounds(path: str, budget: Budget | None) -> tuple[RegionBudget, ...]:
+    if budget is None:
+        return ()
+    return (RegionBudget(path, budget.text, fraction=budget.fraction, num_bytes=budget.num_bytes),)
 
 
 def run_body(body: fx.GraphModule, *args: Any) -> Any:

@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all, selective
-from remat.passes.errors import OptionError
 from torch import nn
 
 from remat import compat
@@ -676,8 +675,3 @@ def test_a_policy_that_saves_everything_runs_nothing_again(x):
     with OpCounter() as backward:
         out.sum().backward()
     assert backward["exp.default"] == backward["tanh.default"] == backward["sin.default"] == 0
-
-
-def test_budget_of_a_region_is_refused_until_it_works() -> None:
-    with pytest.raises(OptionError, match="budgets are not implemented yet"):
-        checkpoint_region(memory_budget=0.5)(lambda x: x)

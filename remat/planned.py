@@ -1,0 +1,130 @@
+"""Eager regions with a memory budget: traced once per input signature, planned, and run by the plan, op by op.
+
+Deciding what to keep under a budget takes the whole region with its backward, which eager never sees. So the region is
+captured with fake tensors, its joint graph is planned as `backend="remat"` plans it, with the region's budget as that
+of the graph, and the two halves are run with the kernels that eager would run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .eager import run_region
+from .passes.errors import InfeasibleBudget, RematError, causes_of
+from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
+
+if TYPE_CHECKING:
+    from .region import RegionOptions
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function with arguments as a region."""
+
+MAX_SIGNATURES = 64
+"""How many input signatures a region keeps plans for; the one that was used longest ago goes first."""
+
+
+def runner_of(region: RegionOptions) -> Runner:
+    """What runs a region's calls outside of torch.compile."""
+    spec = region.eager_spec()
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_region(function, args, kwargs, spec)
+
+    return run if region.budget is None else PlannedRegion(region, run)
+
+
+class PlannedRegion:
+    """Runs a region by plans for its budget, one per input signature."""
+
+    def __init__(self, region: RegionOptions, unplanned: Runner) -> None:
+        self.region, self.unplanned = region, unplanned
+        self.compiled: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+
+    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function by its plan, made now if there is none yet."""
+        if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
+            return function(*args, **kwargs)  # as regions without a budget do: nothing is kept, or nothing can be
+        if is_faking():
+            return self.unplanned(function, args, kwargs)  # somebody else's trace, which has no memory to bound
+        try:
+            return self._compiled_for(args, kwargs)(function, args, kwargs)
+        except Exception as error:
+            explained = _explained(self.region, error)
+            if explained is None:
+                raise
+            if any(program_fails(cause) for cause in causes_of(error)):
+                self.unplanned(function, args, kwargs)  # raises the program's own error, as its callers expect
+            raise explained from error
+
+    def _compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        key = _signature(args, kwargs)
+        if key not in self.compiled:
+            self.compiled[key] = _compile(self.region)
+        self.compiled.move_to_end(key)
+        if len(self.compiled) > MAX_SIGNATURES:
+            self.compiled.popitem(last=False)
+        return self.compiled[key]
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What tells apart inputs that need plans of their own; the compiler's guards check everything else."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return spec, tuple(_described(leaf) for leaf in leaves)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+
+
+def _compile(region: RegionOptions) -> Callable[..., Any]:
+    """Make a callable that plans the region when it is first called."""
+    from .backend import remat
+    from .carrier import operator_of
+
+    not_compiled = (
+        f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and a plan a trace by "
+        "torch.compile, which is switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, or a dispatch mode "
+        "that compilers cannot look into). Leave out memory_budget and say by a policy what is kept."
+    )
+    # The graph has the budget, so the region inside must not have it once more.
+    inner = operator_of(replace(region, memory_budget=None))
+
+    def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise RematError(not_compiled)
+        return inner(function, *args, **kwargs)
+
+    # Compilers count how often they compile a code object; each plan has its own.
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    backend = functools.partial(remat, options={"inner": "aot_eager", "memory_budget": region.memory_budget})
+    return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+
+
+def _explained(region: RegionOptions, error: Exception) -> RematError | None:
+    """What went wrong in terms of the region; None for errors that are the program's own."""
+    own = next((cause for cause in causes_of(error) if isinstance(cause, RematError)), None)
+    if isinstance(own, InfeasibleBudget):
+        return InfeasibleBudget(f"region {region.name}: {own}")
+    if own is not None:
+        return own
+    found = [line for cause in causes_of(error) if (line := untraced_line(cause)) is not None]
+    # Errors are wrapped in others on their way up: the one that knows the line tells most.
+    return RematError(untraceable(region, *max(found, key=lambda line: bool(line[0])))) if found else None
+
+
+def untraceable(region: RegionOptions, line: str, reason: str) -> str:
+    """Say that a region cannot be planned for, and what to do about it."""
+    return (
+        f"region {region.name} has memory_budget={region.memory_budget!r}, and a budget is planned for on a graph of "
+        f"the whole region, but {line or 'a line of it'} cannot be captured: {reason.rstrip('.') or 'unknown'}. "
+        "Move that code out of the region, or leave out memory_budget and say by a policy what is kept."
+    )
