@@ -30,6 +30,7 @@ from remat.eager.execution import Execution, local
 from remat.eager.reach import Reached
 from remat.eager.recompute import Recomputation
 from remat.eager.state import ReadGuard, WatchedState
+from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
@@ -68,6 +69,7 @@ class Frame:
     forward_done = False
     rng: rng.RngSnapshot | None = None
     state: WatchedState | None = None
+    clearance: Clearance | None = None
     training: Sequence[tuple[str, weakref.ref[Any], bool]] = ()
     recompute_context: AbstractContextManager[Any] | None = None
     children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
@@ -232,6 +234,8 @@ class Frame:
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
+        if self.clearance is not None:
+            self.clearance.give()
         if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
             run.forget_after_backward()
 
@@ -240,6 +244,8 @@ class Frame:
         found: list[AbstractContextManager[Any]] = []
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
+        if self.clearance is not None and not self.clearance.is_given():
+            found.append(WriteGuard(lambda what: changed_twice(self.label, what)))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
         if self.selective is not None:
