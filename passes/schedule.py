@@ -47,7 +47,7 @@ class ScheduleWriter:
 
     def __init__(self, graph: JointGraph, constraints: Constraints, saved: Iterable[int]) -> None:
         self.graph, self.constraints = graph, constraints
-        # What may not run again comes from forward whether or not a planner thought of it; only if read is it handed over.
+        # What may not run again comes from forward, planned or not; it is handed over only if somebody reads it.
         given = (i for i, c in enumerate(constraints.of) if c is not None and (c.is_free or _runs_once(c)))
         self.from_forward = {*saved, *given}
         """Values of which the latest version is forward's."""
