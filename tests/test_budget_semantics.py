@@ -50,7 +50,7 @@ def assert_same_at_budgets(make: Any, budgets: Any = BUDGETS, **options: Any) ->
         assert_records_agree(step(make, memory_budget=budget, **options), expected, exact=True)
 
 
-QUICK_PROGRAMS = ("in_place", "batch_norm", "dropout", "recursive", "routing", "offload", "policies_at_three_levels")
+QUICK_PROGRAMS = ("in_place", "batch_norm", "dropout", "routing", "offload", "policies_at_three_levels")
 
 
 @pytest.mark.parametrize("name", QUICK_PROGRAMS)
@@ -68,7 +68,7 @@ def random_program(seed: int) -> Any:
     return RandomProgram(seed, remat.checkpoint_region, STEPS_WITH_STATE), (torch.randn(8, 8, requires_grad=True),)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_random_programs_with_state_discrete_choices_and_policies(seed):
     assert_same_at_budgets(lambda: random_program(seed), [0.6])
 
@@ -197,6 +197,9 @@ def test_with_dynamic_shapes(make):
     assert_same_at_budgets(make, [0.35], compile_options={"dynamic": True})
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo looks at it, at breaks
 def test_with_a_graph_break_each_graph_has_the_budget():
     def make() -> Any:
         def function(x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +243,7 @@ def with_policies() -> Any:
     return lambda x: wished(ordered(wished(x)).sigmoid()).cos(), (torch.randn(8, 16, requires_grad=True),)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [0.6, 1e-9])
 def test_orders_hold_at_every_budget_and_lost_wishes_are_told(budget, tmp_path: Path):
     expected = step(with_policies)
     assert_records_agree(step(with_policies, memory_budget=budget, dump=str(tmp_path)), expected, exact=True)
