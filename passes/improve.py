@@ -376,6 +376,8 @@ class Improver(Generic[J]):
 
     def _random_move(self, candidate: Candidate, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
         values = sorted(touches)
+        if not values:
+            return None  # backward reads nothing of forward's
         for _ in range(20):
             v = values[int(rng.random() * len(values))]
             moves = [*self._moves(candidate, v, touches[v]), *self._early(candidate, v, touches)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .constraints import Constraints, split_closing_writes
+from .constraints import Constraint, Constraints, split_closing_writes
 from .joint_graph import FORWARD_SIDE, JointGraph, Role
 from .region_tag import preserves_rng_state
 
@@ -47,7 +47,8 @@ class ScheduleWriter:
 
     def __init__(self, graph: JointGraph, constraints: Constraints, saved: Iterable[int]) -> None:
         self.graph, self.constraints = graph, constraints
-        given = (i for i, c in enumerate(constraints.of) if c is not None and c.is_free)
+        # What may not run again comes from forward, planned or not; it is handed over only if somebody reads it.
+        given = (i for i, c in enumerate(constraints.of) if c is not None and (c.is_free or _runs_once(c)))
         self.from_forward = {*saved, *given}
         """Values of which the latest version is forward's."""
         tangents = (i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
@@ -104,6 +105,10 @@ class ScheduleWriter:
             replayed=replayed,
             copied=frozenset(self.received & self.constraints.saved_by_copy),
         )
+
+
+def _runs_once(constraint: Constraint) -> bool:
+    return constraint.no_recompute is not None and constraint.no_save is None
 
 
 def roots(graph: JointGraph) -> list[int]:

@@ -195,6 +195,8 @@ def pareto(
     `options={"inner": inner, "plan": point.plan}`. Progress goes to stderr if that is a terminal, or as `progress`
     says.
     """
+    if not callable(function):
+        raise OptionError(f"pareto({function!r}): expected a module or a function, and then its arguments")
     if isinstance(num_budgets, bool) or not isinstance(num_budgets, int) or num_budgets < 1:
         raise OptionError(f"num_budgets={num_budgets!r}: expected a whole number from 1")
     options = Options.parse({"inner": inner, "cost_model": cost_model})

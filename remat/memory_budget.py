@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from typing import Any
 
@@ -35,10 +36,12 @@ def parse_budget(value: Any, on_infeasible: Any = "error") -> Budget | None:
         return None
     if isinstance(value, str):
         fraction, num_bytes = _from_text(value)
-    elif isinstance(value, float):
-        fraction, num_bytes = _checked_fraction(value, value), None
-    elif isinstance(value, int) and not isinstance(value, bool):
-        fraction, num_bytes = None, _checked_bytes(value, value)
+    elif isinstance(value, bool):
+        raise _wrong(value)
+    elif isinstance(value, numbers.Integral):  # NumPy's, too
+        fraction, num_bytes = None, _checked_bytes(int(value), value)
+    elif isinstance(value, numbers.Real):
+        fraction, num_bytes = _checked_fraction(float(value), value), None
     else:
         raise _wrong(value)
     return Budget(text=repr(value), fraction=fraction, num_bytes=num_bytes, take_minimum=take_minimum)
@@ -49,6 +52,8 @@ def _from_text(text: str) -> tuple[float | None, int | None]:
     if match is None:
         raise _wrong(text)
     number, unit = float(match["number"]), match["unit"]
+    if math.isinf(number):
+        raise _wrong(text)
     if unit == "%":
         return _checked_fraction(number / 100, text), None
     factors = {name.upper(): factor for name, factor in UNITS.items()}

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -21,7 +21,7 @@ from torch import nn
 from remat.carrier import operator_of
 from remat.eager import RegionSpec, Selective, is_recomputing
 from remat.eager.determinism import find_determinism_check
-from remat.passes.errors import OptionError
+from remat.marking import check_markable, check_options
 from remat.passes.policy import Policy, normalise_policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.planned import Runner, runner_of
@@ -72,6 +72,9 @@ class RegionOptions:
         )
 
 
+_OPTION_NAMES = tuple(option.name for option in fields(RegionOptions))
+
+
 @overload
 def checkpoint_region(function: F) -> F: ...
 @overload
@@ -92,15 +95,15 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
     region.
     """
     if function is None:
+        if not torch.compiler.is_dynamo_compiling():
+            check_options(name, options, _OPTION_NAMES)
         return functools.partial(checkpoint_region, name=name, **options)
-    if not callable(function):
-        raise OptionError(
-            f"checkpoint_region marks a function, a method or a module, not {type(function).__name__}. "
-            "Write @checkpoint_region above the function; options go by keyword: "
-            '@checkpoint_region(name="mlp").'
-        )
     if torch.compiler.is_dynamo_compiling():
         return _mark_while_traced(function, name, options)
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(checkpoint_region(name=name, **options)(function.__func__))
+    check_markable(function)
+    check_options(name, options, _OPTION_NAMES)
     region = RegionOptions(name=name or _default_name(function), **options)
     if isinstance(function, nn.Module):
         return _mark_module(function, region)

@@ -124,4 +124,3 @@ STEPS = [
     topk,
 ]
 STEPS_WITH_STATE = [*STEPS, counted]
-"""Eager finds a module's state where a region's function leads to it, which it does not through lists of functions."""

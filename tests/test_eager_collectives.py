@@ -13,6 +13,7 @@ from remat.passes.policy import PolicyError
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from remat.policies import recompute_all
+from remat.region import checkpoint_region
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -152,3 +153,35 @@ class TestEffectfulOps:
     def test_must_recompute_is_refused(self, log, x):
         with pytest.raises(PolicyError, match=r"MUST_RECOMPUTE for remat_test.log.default, an effectful op"):
             selective(lambda ctx, op, *args, **kwargs: MUST_RECOMPUTE, lambda x: (log[0](x.detach()), x.sin())[1], x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+class TestCompiled:
+    """The same rules in compiled code."""
+
+    @staticmethod
+    def compiled(policy):
+        torch._dynamo.reset()
+        region = checkpoint_region(name="reduced", policy=policy)(functional)
+        return torch.compile(lambda x: region(x).cos(), backend="remat", options={"inner": "aot_eager"}, fullgraph=True)
+
+    @staticmethod
+    def insist(ctx, op, *args, **kwargs):
+        return MUST_RECOMPUTE if op.namespace == "_c10d_functional" else PREFER_RECOMPUTE
+
+    def test_must_recompute_of_a_collective_is_refused(self, x):
+        expected = r"of region reduced at .*test_eager_collectives.py:\d+ says MUST_RECOMPUTE for `all_reduce`"
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=expected):
+            self.compiled(self.insist)(x)
+
+    def test_a_collective_in_a_recomputed_region_runs_once(self, x):
+        reference = x.detach().clone().requires_grad_()
+        functional(reference).cos().sum().backward()
+        compiled = self.compiled(recompute_all())
+        compiled(x)  # traced outside of the counter, which compilers keep away from
+        out = compiled(x).sum()
+        with OpCounter() as counter:
+            out.backward()
+        assert counter["exp.default"] == 1, "the region is recomputed"
+        assert counter["all_reduce.default"] == 0
+        assert torch.equal(x.grad, reference.grad)

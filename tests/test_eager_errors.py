@@ -279,3 +279,57 @@ class TestExceptions:
                 lambda x: plain(inner, x.sin()),
                 torch.ones(1, requires_grad=True),
             )
+
+
+class TestChangedAfterItWasSaved:
+    """Code that autograd refuses without a region is refused in one, too, instead of getting wrong gradients."""
+
+    @staticmethod
+    def output_of_exp(x):
+        y = x.exp()
+        z = y.sin()
+        y.add_(1.0)
+        return z * y
+
+    @staticmethod
+    def input_of_sin(x):
+        y = x * 2
+        z = y.sin()
+        y.mul_(3.0)
+        return z.exp()
+
+    @pytest.mark.parametrize("function", ["output_of_exp", "input_of_sin"])
+    @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+    def test_is_refused(self, function, region):
+        x = torch.randn(4, requires_grad=True)
+        function = getattr(self, function)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            function(x).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            region(function, x).sum().backward()
+        assert x.grad is None
+
+    def test_is_refused_where_the_region_around_changes_it(self):
+        inner = checkpoint_region(lambda x: x.sin().exp())
+
+        @checkpoint_region(name="outer")
+        def outer(x):
+            y = inner(x)
+            z = y.sin()
+            y.add_(1.0)
+            return (z * y).exp().sin()
+
+        with pytest.raises(CheckpointError, match=r"region outer.* changes it in place"):
+            outer(torch.randn(4, requires_grad=True)).sum().backward()
+
+    def test_is_accepted_where_backward_does_not_want_it(self):
+        def function(x):
+            y = x.exp()
+            z = y.detach().sin() * x.sin()
+            y.add_(1.0)
+            return z, y
+
+        x, reference = (torch.linspace(0.1, 0.9, 4).requires_grad_() for _ in range(2))
+        function(reference)[0].sum().backward()
+        checkpoint_region(function)(x)[0].sum().backward()
+        assert torch.equal(x.grad, reference.grad)

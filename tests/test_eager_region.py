@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all, selective
+from remat.passes.errors import OptionError
 from torch import nn
 
 from remat import compat
@@ -675,3 +676,64 @@ def test_a_policy_that_saves_everything_runs_nothing_again(x):
     with OpCounter() as backward:
         out.sum().backward()
     assert backward["exp.default"] == backward["tanh.default"] == backward["sin.default"] == 0
+
+
+def generator(x):
+    yield x.sin()
+
+
+async def coroutine(x):
+    return x.sin()
+
+
+class Yielding(nn.Module):
+    def forward(self, x):
+        yield x.sin()
+
+
+@pytest.mark.parametrize(
+    ("marked", "message"),
+    [
+        (generator, "cannot mark generator: it is a generator"),
+        (coroutine, "cannot mark coroutine: it is a coroutine"),
+        (Yielding(), "cannot mark Yielding: it is a generator"),
+        (nn.Linear, "Linear is a class. Mark its forward method, or an instance of it"),
+        (3, "not int"),
+    ],
+)
+def test_what_cannot_be_a_region_is_refused_when_it_is_marked(marked, message):
+    with pytest.raises(OptionError, match=message):
+        checkpoint_region(marked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polcy": None}, "no option 'polcy'.* Did you mean 'policy'"),
+        ({"name": 3}, "name=3"),
+        ({"name": ""}, "name=''"),
+        ({"early_stop": 1}, "early_stop=1.: expected True or False"),
+        ({"preserve_rng_state": "no"}, "preserve_rng_state='no'.: expected True or False"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_marked(options, message):
+    with pytest.raises(OptionError, match=message):
+        checkpoint_region(**options)
+
+
+def test_static_and_class_methods_stay_such():
+    class Model:
+        @checkpoint_region
+        @staticmethod
+        def static(x):
+            return x.sin().exp()
+
+        @checkpoint_region(name="of the class")
+        @classmethod
+        def of_class(cls, x):
+            assert cls is Model
+            return x.sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    (Model().static(x) + Model.of_class(x)).sum().backward()
+    assert torch.allclose(x.grad, 2 * (x.sin().exp() * x.cos()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import OpCounter as HarnessCounter
 from harness import assert_records_agree, recompute_is_ruinous, take_step, weighted_sum
-from region_fuzz import STEPS, STEPS_WITH_STATE, RandomProgram
+from region_fuzz import STEPS_WITH_STATE, RandomProgram
 from region_programs import PROGRAMS, Program, x_of
 
 import remat
@@ -136,9 +136,7 @@ def random_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("seed", "engine"), random_cases())
 def test_random_programs_give_the_same_results_with_regions(seed: int, engine: RegionEngine) -> None:
-    steps = STEPS if engine.is_eager else STEPS_WITH_STATE
-
     def step(mark: Any) -> Any:
-        return take_step(engine.compile, lambda: (RandomProgram(seed, mark, steps), (x_of(4, 8),)))
+        return take_step(engine.compile, lambda: (RandomProgram(seed, mark, STEPS_WITH_STATE), (x_of(4, 8),)))
 
     assert_records_agree(step(remat.checkpoint_region), step(unmarked), exact=True)

@@ -26,6 +26,7 @@ from remat.eager.saved import adopt_child, open_segment
 from remat.eager.selective import Selective
 from remat.eager.settings import debug_override, early_stop_override
 from remat.eager.state import WatchedState
+from remat.eager.write_guard import Clearance
 from remat.passes.torch_private import (
     get_eval_frame_callback,
     is_tracing,
@@ -157,10 +158,11 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
     if is_tracing():
         frame.copies_by_op = True  # so that the graph being traced has them
         return frame  # and nothing of ours: what follows is about values, and there are none
+    frame.clearance = Clearance(reached)
     if spec.preserve_rng_state:
         frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
     if reached.tensors or reached.modules:
-        frame.state = WatchedState(reached, _region_key(function))
+        frame.state = WatchedState(reached, (_region_key(function), frame.clearance.codes))
         if reached.modules:
             frame.note_training(reached)
     return frame

@@ -26,6 +26,7 @@ class Execution:
 class _Local(threading.local):
     execution: Execution | None = None
     recompute_depth: int = 0
+    watched: list[Any] | None = None  # what a running recomputation has saved so far: tensor, its version then, holder
 
 
 local = _Local()

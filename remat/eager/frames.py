@@ -28,8 +28,9 @@ from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import Execution, local
 from remat.eager.reach import Reached
-from remat.eager.recompute import Recomputation
+from remat.eager.recompute import Overwritten, Recomputation, mark_overwritten
 from remat.eager.state import ReadGuard, WatchedState
+from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
@@ -54,7 +55,7 @@ class Holder:
     """
 
     segment: Segment | None = None  # keeps alive what a policy saved before this point, and nothing saved after it
-    values: dict[Any, torch.Tensor] | None = None
+    values: dict[Any, torch.Tensor | Overwritten] | None = None
 
 
 class Frame:
@@ -68,6 +69,7 @@ class Frame:
     forward_done = False
     rng: rng.RngSnapshot | None = None
     state: WatchedState | None = None
+    clearance: Clearance | None = None
     training: Sequence[tuple[str, weakref.ref[Any], bool]] = ()
     recompute_context: AbstractContextManager[Any] | None = None
     children: dict[int, weakref.ref[Frame]] | None = None  # inner regions, by number of their call
@@ -123,7 +125,7 @@ class Frame:
         if holder.values is not None:
             value = holder.values.pop(task, None)
             if value is not None:
-                return value
+                return _accepted(value)
         try:
             return self._recompute_for(holder, task, group)
         except CheckpointError as error:
@@ -135,7 +137,7 @@ class Frame:
         with self._lock:  # two threads of one backward may ask at once; the second finds the value
             value = holder.values.pop(task, None) if holder.values is not None else None
             if value is not None:
-                return value
+                return _accepted(value)
             if group is not None:
                 self._recompute_in_group(group)
             elif task == -1:
@@ -146,7 +148,7 @@ class Frame:
                 self._recompute(task, None)
                 self.note_recomputed(task)
             assert holder.values is not None, "a recomputation that ended well fills every living holder"
-            return holder.values.pop(task)
+            return _accepted(holder.values.pop(task))
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
@@ -214,6 +216,8 @@ class Frame:
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
         local.execution = execution = Execution(self, self.store, task)
         local.recompute_depth += 1
+        outer_watched, local.watched = local.watched, []
+        watched = local.watched
         set_grad_enabled(True)
         try:
             if surroundings:
@@ -222,16 +226,21 @@ class Frame:
                     run.call(self._function, args, kwargs)
             else:
                 run.call(self._function, args, kwargs)
+            mark_overwritten(self, watched, task)
         except BaseException:
             run.forget()
             raise
         finally:
+            watched.clear()  # the tensors in it know the hooks by their history, and those know the list
             set_grad_enabled(had_grad)
             local.recompute_depth -= 1
+            local.watched = outer_watched
             local.execution = outer
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
+        if self.clearance is not None:
+            self.clearance.give()
         if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
             run.forget_after_backward()
 
@@ -240,6 +249,8 @@ class Frame:
         found: list[AbstractContextManager[Any]] = []
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
+        if self.clearance is not None and not self.clearance.is_given():
+            found.append(WriteGuard(lambda what: changed_twice(self.label, what)))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
         if self.selective is not None:
@@ -272,6 +283,12 @@ class Frame:
     def _argument_name(self, index: int) -> str:
         """Name the index-th argument (positional, then keyword) as the function's signature does."""
         return f"argument {argument_name(self._function, index, self.arguments)} of {self.label}"
+
+
+def _accepted(value: torch.Tensor | Overwritten) -> torch.Tensor:
+    if type(value) is Overwritten:
+        raise value.refuse()
+    return value  # type: ignore[return-value]
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """What a function can reach: tensors, modules and generators that a region may read besides its arguments.
 
 Found by looking, not by running: closure cells, the globals its code names, a method's object, a partial's
-arguments, and containers of those. The module tree below each module found is walked once and remembered.
+arguments, attributes of objects, and containers of those, to any depth and up to a number of objects. What global
+functions and module trees lead to is found once and remembered. What is missed all the same, and changed by the
+region, is met by the guard of the region's first recomputation (`remat.eager.state.WriteGuard`).
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import types
@@ -19,24 +22,30 @@ from torch import nn
 
 from remat.eager.generators import is_generator_class
 
-_MAX_DEPTH = 4  # closures inside closures; each wrapper around the user's function takes one
+_MAX_VISITS = 2048  # objects looked into for one call of a region
 _MAX_ITEMS = 256  # of one container
 
 Name = Any  # a string, or (name of a container, key in it): put together only when somebody reads it
 
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
 
-# Packages whose objects and classes hold no generators of the user's.
-_WITHOUT_GENERATORS = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
+# Packages whose objects, classes and functions hold no state of the user's.
+_WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
 
 
 @dataclass(slots=True)
 class Reached:
-    """Tensors with their names, modules with their names, and explicit generators."""
+    """Tensors with their names, modules with their names, explicit generators, and the functions gone through."""
 
     tensors: list[tuple[Name, torch.Tensor]] = field(default_factory=list)
     modules: list[tuple[Name, nn.Module]] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
+    codes: list[types.CodeType] = field(default_factory=list)
+    visited: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no other object takes the id
+
+    def is_empty(self) -> bool:
+        """True if nothing was found that a region might read."""
+        return not (self.tensors or self.modules or self.generators)
 
 
 def name_text(name: Name) -> str:
@@ -44,7 +53,6 @@ def name_text(name: Name) -> str:
     return name if isinstance(name, str) else f"{name_text(name[0])}[{name[1]!r}]"
 
 
-_LOOKED_AT_IN_GLOBALS = frozenset({TENSOR, MODULE, GENERATOR, OBJECT})
 _kinds: dict[type, int] = {}
 
 
@@ -57,10 +65,10 @@ def _kind_of(cls: type) -> int:
         return GENERATOR
     if issubclass(cls, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)):
         return CALLABLE
-    if issubclass(cls, (list, tuple, dict)):
+    if issubclass(cls, (list, tuple, dict, set, collections.deque)):
         return CONTAINER
-    is_class = issubclass(cls, type)
-    return OBJECT if is_class or cls.__module__.partition(".")[0] not in _WITHOUT_GENERATORS else NOTHING
+    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+    return OBJECT if is_users else NOTHING
 
 
 def kind_of(value: Any) -> int:
@@ -75,91 +83,129 @@ def kind_of(value: Any) -> int:
 def reach(function: Any) -> Reached:
     """Return what a function can reach without its arguments."""
     found = Reached()
-    _visit_callable("", function, found, _MAX_DEPTH)
+    todo: Todo = []
+    _look_into_callable("", function, found, todo)
+    _finish(todo, found)
     return found
 
 
 def reach_arguments(names: Iterable[Any], values: Iterable[Any], found: Reached) -> None:
     """Add what arguments lead to; tensors among the arguments themselves are looked after elsewhere."""
+    todo: Todo = []
     for name, value in zip(names, values, strict=False):
         kind = _kinds.get(type(value))
         if kind != NOTHING and kind != TENSOR and kind_of(value) != TENSOR:
-            _visit(f"argument {name}", value, found, _MAX_DEPTH)
+            _meet(f"argument {name}", value, found, todo)
+    _finish(todo, found)
 
 
-def _visit(name: Name, value: Any, found: Reached, depth: int) -> None:
-    kind = kind_of(value)
+Todo = list[tuple[Name, Any, int]]  # objects still to be looked into, with their kinds
+
+
+def _finish(todo: Todo, found: Reached) -> None:
+    """Look into all that is left, nearest first, within the limit."""
+    index = 0
+    while index < len(todo) and len(found.visited) < _MAX_VISITS:
+        name, value, kind = todo[index]
+        index += 1
+        if kind == CALLABLE:
+            _look_into_callable(name, value, found, todo)
+        elif kind == MODULE:
+            _look_into_module(value, found, todo)
+        elif kind == CONTAINER:
+            _look_into_container(name, value, found, todo)
+        else:
+            _look_into_object(value, found, todo)
+
+
+def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
+    """Note a value that was found, and what is to be looked into."""
+    kind = _kinds.get(type(value))
+    if kind is None:
+        kind = kind_of(value)
     if kind == NOTHING:
         return
     if kind == TENSOR:
         found.tensors.append((name, value))
-    elif kind == MODULE:
-        if all(value is not module for _, module in found.modules):
-            found.modules.append((name, value))
     elif kind == GENERATOR:
         found.generators.append(value)
-    elif kind == OBJECT:
-        _visit_attributes(value, found)
-    elif depth > 0 and kind == CALLABLE:
-        _visit_callable(name, value, found, depth - 1)
-    elif depth > 0 and kind == CONTAINER and len(value) <= _MAX_ITEMS:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            item_kind = _kinds.get(type(item))
-            if item_kind == TENSOR:
-                found.tensors.append(((name, key), item))
-            elif item_kind != NOTHING:
-                _visit((name, key), item, found, depth - 1)
+    elif id(value) not in found.visited:
+        found.visited[id(value)] = value
+        if kind == MODULE:
+            found.modules.append((name, value))
+        todo.append((name, value, kind))
 
 
-def _visit_callable(name: Name, function: Any, found: Reached, depth: int) -> None:
+def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
+    if len(value) > _MAX_ITEMS:
+        return
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        _meet((name, key), item, found, todo)
+
+
+def _look_into_callable(name: Name, function: Any, found: Reached, todo: Todo) -> None:
     cls = type(function)
     if cls is types.FunctionType:
-        _visit_function(function, found, depth)
+        _look_into_function(function, found, todo)
     elif cls is types.MethodType:
-        _visit("self", function.__self__, found, depth)
-        if kind_of(function.__self__) in (NOTHING, OBJECT):
-            _visit_object(function.__self__, found, depth)
-        _visit_callable(name, function.__func__, found, depth)
+        owner = function.__self__
+        _meet("self", owner, found, todo)
+        if kind_of(owner) == NOTHING:
+            _look_into_object(owner, found, todo)
+        _look_into_callable(name, function.__func__, found, todo)
     elif cls is types.BuiltinFunctionType:
         if kind_of(function.__self__) == GENERATOR:  # `generator.random`, say
-            _visit(name, function.__self__, found, depth)
+            _meet(name, function.__self__, found, todo)
     elif isinstance(function, nn.Module):
-        _visit(name, function, found, depth)
-        _visit_object(function, found, 0)
+        _meet(name, function, found, todo)
     elif isinstance(function, functools.partial):
-        _visit_callable(name, function.func, found, depth)
-        _visit("partial argument", function.args, found, depth)
-        _visit("partial argument", function.keywords, found, depth)
+        _meet(name, function.func, found, todo)
+        _meet("partial argument", function.args, found, todo)
+        _meet("partial argument", function.keywords, found, todo)
     else:
-        _visit_object(function, found, depth)
+        _look_into_object(function, found, todo)
 
 
-def _visit_attributes(obj: Any, found: Reached) -> None:
-    """Look for generators among the attributes of an object or class of the user's."""
-    if isinstance(obj, type) and obj.__module__.partition(".")[0] in _WITHOUT_GENERATORS:
+def _look_into_object(obj: Any, found: Reached, todo: Todo) -> None:
+    """Look at the attributes of an object or class of the user's, and at what its class's functions name."""
+    if isinstance(obj, type):
+        for name in _state_of_class(obj):
+            _meet(name, getattr(obj, name, None), found, todo)
         return
-    if not isinstance(obj, type):
-        found.generators += [v for v in getattr(obj, "__dict__", {}).values() if kind_of(v) == GENERATOR]
-        return
-    names = _generators_of_classes.get(obj)
+    for name, value in list(getattr(obj, "__dict__", {}).items()):
+        _meet(name, value, found, todo)
+    if callable(obj) and type(type(obj).__call__) is types.FunctionType:
+        _meet("__call__", type(obj).__call__, found, todo)
+
+
+_states_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _state_of_class(cls: type) -> list[str]:
+    """Return the names of a class's attributes that are state; remembered, for there are many classes in globals."""
+    names = _states_of_classes.get(cls)
     if names is None:
-        names = _generators_of_classes[obj] = [n for n, v in vars(obj).items() if kind_of(v) == GENERATOR]
-    found.generators += [v for v in (getattr(obj, n, None) for n in names) if kind_of(v) == GENERATOR]
+        is_users = cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+        state = (TENSOR, MODULE, GENERATOR)
+        names = [n for n, v in vars(cls).items() if kind_of(v) in state] if is_users else []
+        _states_of_classes[cls] = names
+    return names
 
 
-_generators_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+def _look_into_module(module: nn.Module, found: Reached, todo: Todo) -> None:
+    """Look at what is beside the parameters and buffers of a module and of those below it."""
+    tree = module_tree(module)
+    for reference, name in tree.attributes:
+        owner = reference()
+        if owner is not None:
+            _meet(name, owner.__dict__.get(name), found, todo)
+    for variables, name in tree.variables:
+        _meet(name, variables.get(name), found, todo)
 
 
-def _visit_object(obj: Any, found: Reached, depth: int) -> None:
-    for name, value in getattr(obj, "__dict__", {}).items():
-        kind = kind_of(value)
-        if kind == GENERATOR or (depth > 0 and kind in (TENSOR, MODULE)):
-            _visit(name, value, found, depth)
-
-
-def _visit_function(function: types.FunctionType, found: Reached, depth: int) -> None:
+def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo) -> None:
     code = function.__code__
+    found.codes.append(code)
     if function.__closure__ is not None:
         for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
             try:
@@ -170,23 +216,85 @@ def _visit_function(function: types.FunctionType, found: Reached, depth: int) ->
             if kind == TENSOR:
                 found.tensors.append((name, value))
             elif kind != NOTHING:
-                _visit(name, value, found, depth)
-    variables = function.__globals__
-    if function.__module__ is not None and function.__module__.split(".", 1)[0] == "torch":
+                _meet(name, value, found, todo)
+    if function.__defaults__:
+        _meet("default argument", function.__defaults__, found, todo)
+    if function.__kwdefaults__:
+        _meet("default argument", function.__kwdefaults__, found, todo)
+    if not _is_users(function):
         return  # torch's own globals hold no user state
+    variables = function.__globals__
     for name in _global_names(code):
         value = variables.get(name)
-        if value is not None:
-            kind = _kinds.get(type(value))
-            if kind is None or kind in _LOOKED_AT_IN_GLOBALS:
-                _visit_global(name, value, found, depth)
-    if function.__defaults__:
-        _visit("default argument", function.__defaults__, found, depth)
+        if value is None:
+            continue
+        kind = _kinds.get(type(value))
+        if kind is None:
+            kind = kind_of(value)
+        if kind == CALLABLE:
+            for other_variables, other_name in _variables_behind(value):
+                _meet(other_name, other_variables.get(other_name), found, todo)
+        elif kind != NOTHING:
+            _meet(name, value, found, todo)
 
 
-def _visit_global(name: str, value: Any, found: Reached, depth: int) -> None:
-    if kind_of(value) in _LOOKED_AT_IN_GLOBALS:
-        _visit(name, value, found, depth)
+def _is_users(function: Any) -> bool:
+    module = getattr(function, "__module__", None)
+    return module is None or module.partition(".")[0] not in _WITHOUT_STATE
+
+
+Variables = tuple[
+    tuple[dict[str, Any], str], ...
+]  # globals that lead to state: where they are looked up, and their names
+
+_variables_behind_functions: weakref.WeakKeyDictionary[Any, Variables] = weakref.WeakKeyDictionary()
+
+
+def _variables_behind(function: Any) -> Variables:
+    """Return the globals with state that a global function leads to, by way of others; found once per function."""
+    if not _is_users(function):
+        return ()
+    if type(function) is not types.FunctionType or function.__closure__:
+        return _own_state(function)
+    variables = _variables_behind_functions.get(function)
+    if variables is None:
+        _variables_behind_functions[function] = ()  # it may be recursive
+        variables = _variables_behind_functions[function] = _find_variables([function])
+    return variables
+
+
+def _own_state(function: Any) -> Variables:
+    """Return a global that is itself to be looked into each time: a closure, a bound method, a partial."""
+    return (({"": function}, ""),)
+
+
+def _find_variables(functions: Iterable[Any]) -> Variables:
+    """Return the globals that lead to state, of functions and of the global functions these call."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    seen: set[int] = set()
+    todo = list(functions)
+    while todo and len(seen) < _MAX_VISITS:
+        function = todo.pop()
+        if type(function) is not types.FunctionType or id(function) in seen or not _is_users(function):
+            continue
+        seen.add(id(function))
+        variables = function.__globals__
+        for name in _global_names(function.__code__):
+            value = variables.get(name)
+            if type(value) is types.FunctionType and not value.__closure__:
+                todo.append(value)
+            elif value is not None and (id(variables), name) not in found and _leads_to_state(value):
+                found[id(variables), name] = (variables, name)
+    return tuple(found.values())
+
+
+def _leads_to_state(value: Any) -> bool:
+    """True if tensors, modules or generators are found from a value on."""
+    found = Reached()
+    todo: Todo = []
+    _meet("", value, found, todo)
+    _finish(todo, found)
+    return not found.is_empty()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -201,7 +309,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTree:
-    """The parameter dictionaries of a module tree, and its modules that own buffers, with their names.
+    """The parameter dictionaries of a module tree, its modules that own buffers, and what else holds state.
 
     Modules are held weakly: the tree is remembered under its root and must not keep that alive.
     """
@@ -210,6 +318,8 @@ class ModuleTree:
     parameters: tuple[tuple[str, dict[str, Any]], ...]
     with_buffers: tuple[tuple[str, weakref.ref[nn.Module]], ...]
     with_generators: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    attributes: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    variables: Variables
 
     def generators(self) -> list[Any]:
         """Return the generators that are attributes of the modules."""
@@ -235,14 +345,38 @@ def module_tree(module: nn.Module) -> ModuleTree:
 
 def _walk_module(module: nn.Module) -> ModuleTree:
     named = list(module.named_modules())
+    below = {id(m): m for _, m in named}
+    own = [(m, name, v) for _, m in named for name, v in m.__dict__.items() if name not in _DICTIONARIES]
     return ModuleTree(
         num_children=len(module._modules),
         parameters=tuple((name, child._parameters) for name, child in named if child._parameters),
         with_buffers=tuple((name, weakref.ref(child)) for name, child in named if child._buffers),
-        with_generators=tuple(
-            (weakref.ref(m), name) for _, m in named for name, v in m.__dict__.items() if kind_of(v) == GENERATOR
-        ),
+        with_generators=tuple((weakref.ref(m), name) for m, name, v in own if kind_of(v) == GENERATOR),
+        attributes=tuple((weakref.ref(m), name) for m, name, v in own if _holds_other_state(v, below)),
+        variables=_find_variables(_functions_of_classes({type(m): None for _, m in named})),
     )
+
+
+# What torch keeps a module's parameters, buffers, children and hooks in.
+_DICTIONARIES = frozenset(nn.Module().__dict__)
+
+
+def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
+    """True if an attribute of a module leads to state that is not that of the modules below it."""
+    if kind_of(value) in (NOTHING, GENERATOR):
+        return False
+    found = Reached(visited=dict(below))
+    todo: Todo = []
+    _meet("", value, found, todo)
+    _finish(todo, found)
+    return not found.is_empty()
+
+
+def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
+    """Return the methods of the user's classes among these and their bases."""
+    bases = {base: None for cls in classes for base in cls.__mro__}
+    users = [base for base in bases if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
+    return [function for base in users for function in vars(base).values()]
 
 
 def generators_of(reached: Reached) -> list[Any]:

@@ -20,8 +20,10 @@ from remat.eager.determinism import (
     metadata_error,
     more_error,
 )
+from remat.eager.errors import CheckpointError
+from remat.eager.execution import local
 from remat.eager.reach import name_text
-from remat.eager.state import ReadGuard
+from remat.eager.state import ReadGuard, version_of
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import (
     DisableTorchDispatch,
@@ -106,12 +108,15 @@ class Recomputation:
         holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
         detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
         getframe, run = sys._getframe, self
+        watched = local.watched
+        assert watched is not None, "a recomputation sets this up before it runs anything"
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             index = run.num_saved
             run.num_saved = index + 1
             if guard is not None:
                 guard.check_saved(tensor)
+            original = tensor
             if tensor.requires_grad:
                 tensor = detach(tensor)
             if index >= len(holders):
@@ -125,6 +130,7 @@ class Recomputation:
                     holder.values = {task: tensor}
                 else:
                     holder.values[task] = tensor
+                watched.append((original, version_of(original), holder))
                 if check is default_metadata:
                     if metadata[index] != (tensor.shape, tensor.dtype, tensor.device):
                         run.note_mismatch(index, default_metadata(tensor), sys._getframe(1))
@@ -204,6 +210,28 @@ class Recomputation:
                 _forget(frame, task)
 
         queue_after_backward(forget)
+
+
+class Overwritten:
+    """Stands where a recomputed value was that the region itself has changed in place since autograd saved it."""
+
+    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self._label, self._what = frame.label, describe_metadata(default_metadata(tensor))
+
+    def refuse(self) -> CheckpointError:
+        """Return the error for a backward that wants the value."""
+        return CheckpointError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{self._label} saves a tensor for backward ({self._what}) and changes it in place afterwards. "
+            "The same code fails without a region, too. Use the op that is not in place, or clone the tensor first."
+        )
+
+
+def mark_overwritten(frame: Frame, watched: list[Any], task: Any) -> None:
+    """Take back what was changed in place after it had been saved: autograd itself would not accept it."""
+    for tensor, version, holder in watched:
+        if version_of(tensor) != version and holder.values is not None and task in holder.values:
+            holder.values[task] = Overwritten(frame, tensor)
 
 
 def _index_of(holder: Holder, holders: list[weakref.ref[Holder]]) -> int:

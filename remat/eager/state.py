@@ -22,6 +22,7 @@ from remat.eager.errors import CheckpointError
 from remat.eager.reach import Name, Reached, module_tree, name_text
 from remat.passes.torch_private import TorchDispatchMode, tree_leaves
 
+_GONE = -2  # the version of a tensor that is no more
 _LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
 
 
@@ -151,7 +152,8 @@ class WatchedState:
     __slots__ = ("_parameters", "_tensors", "_versions", "buffers")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
-        self._tensors = reached.tensors
+        # Weakly: what an object of the user's holds may lead to former steps by its history.
+        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in reached.tensors]
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
         with_buffers: list[tuple[str, nn.Module]] = []
         for root, module in reached.modules:
@@ -164,9 +166,9 @@ class WatchedState:
         self.buffers = BufferState(with_buffers, region_key) if with_buffers else None
         self._versions = self._read_versions()
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors:
-            yield name_text(name), tensor
+    def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name, reference in self._tensors:
+            yield name_text(name), reference()
         for label, parameters in self._parameters:
             for name, value in parameters.items():
                 if value is not None:
@@ -174,11 +176,11 @@ class WatchedState:
 
     def _read_versions(self) -> list[int]:
         try:
-            versions = [tensor._version for _, tensor in self._tensors]
+            versions = [reference()._version for _, reference in self._tensors]  # type: ignore[union-attr]
             for _, parameters in self._parameters:
                 versions += [value._version for value in parameters.values() if value is not None]
         except (RuntimeError, AttributeError):
-            return [version_of(tensor) for _, tensor in self._named()]
+            return [_GONE if tensor is None else version_of(tensor) for _, tensor in self._named()]
         return versions
 
     def seal(self) -> None:
@@ -193,7 +195,8 @@ class WatchedState:
         if now == self._versions or len(now) != len(self._versions):
             return moved  # a different length: parameters came or went, and positions no longer tell
         named = zip(self._named(), self._versions, now, strict=True)
-        return moved + [item for item, before, after in named if before != after]
+        changed = [item for item, before, after in named if before != after]
+        return moved + [(name, tensor) for name, tensor in changed if tensor is not None]
 
 
 def _join(root: Name, name: str) -> str:

@@ -1,0 +1,135 @@
+"""The guard of a region's first recomputation: it meets state that the region changes and nobody knew of.
+
+State that is found by looking (`remat.eager.reach`) is given its entry value back while a forward is replayed. Looking
+misses some: an object held by C++ code, say. The first recomputation of each region therefore runs under a mode that
+raises before an op updates a tensor that was there before, in place: it would be updated twice. Ops that only
+overwrite are let through, since a second time writes the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.eager.errors import CheckpointError
+from remat.eager.reach import Reached
+from remat.eager.selective_mode import SelectiveMode, support_compiled_code
+from remat.eager.user_code import nearest_user_line
+from remat.passes.torch_private import tree_leaves
+
+# In-place ops whose result does not depend on what they overwrite.
+_OVERWRITING_NAMES = """
+    copy_ fill_ zero_ set_ resize_ resize_as_ index_copy_ index_fill_ index_put_ _index_put_impl_ scatter_ masked_fill_
+    masked_scatter_ put_ fill_diagonal_ _foreach_copy_ _foreach_zero_ normal_ uniform_ bernoulli_ random_ exponential_
+    cauchy_ log_normal_ geometric_ detach_ requires_grad_ _resize_output_ as_strided_ squeeze_ unsqueeze_ transpose_
+    t_ swapaxes_ swapdims_
+"""
+_OVERWRITING = frozenset(_OVERWRITING_NAMES.split())
+# Kernels that update running statistics though their schemas do not say so, with the positions of those.
+_UPDATES_STATISTICS = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+
+_cleared: set[tuple[int, ...]] = set()
+_kept_codes: dict[int, CodeType] = {}  # so that no other code takes the number of one that is in `_cleared`
+_cleared_modules: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+class Clearance:
+    """Whether a region, known by the functions and modules it leads to, was once recomputed under guard."""
+
+    __slots__ = ("_modules", "codes")
+
+    def __init__(self, reached: Reached) -> None:
+        self.codes = tuple([id(code) for code in reached.codes])
+        for code in reached.codes:
+            _kept_codes[id(code)] = code
+        self._modules = [weakref.ref(module) for _, module in reached.modules]
+
+    def is_given(self) -> bool:
+        """True if this region needs no guard."""
+        if not self._modules:
+            return self.codes in _cleared
+        modules = [reference() for reference in self._modules]
+        return all(module is None or self.codes in _cleared_modules.get(module, ()) for module in modules)
+
+    def give(self) -> None:
+        """Remember that the region changes nothing that it should not."""
+        if not self._modules:
+            _cleared.add(self.codes)
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                _cleared_modules.setdefault(module, set()).add(self.codes)
+
+
+class WriteGuard(SelectiveMode):
+    """Raise before an op updates, in place, a tensor from before the recomputation."""
+
+    def __init__(self, describe: Callable[[str], str]) -> None:
+        super().__init__()
+        support_compiled_code()
+        self._describe = describe
+        self._own: dict[int, Any] = {}  # storages made or first written here, by address; weak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what an op writes to, run it, and note what it made."""
+        kwargs = kwargs or {}
+        for tensor in _updated(func, args):
+            if tensor._version > 0 and not self._is_own(tensor):
+                raise CheckpointError(self._describe(f"{func} {nearest_user_line()}"))
+            self._note(tensor)
+        out = func(*args, **kwargs)
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._note_made(leaf, args)
+        return out
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        reference = self._own.get(storage._cdata)
+        return reference is not None and reference() is not None
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._own[storage._cdata] = weakref.ref(storage)
+
+    def _note_made(self, tensor: torch.Tensor, args: Any) -> None:
+        """Note an op's output, unless it is a view of something that was there before."""
+        if not _has_storage(tensor):
+            return
+        address = tensor.untyped_storage()._cdata
+        given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and _has_storage(x)]
+        if all(x.untyped_storage()._cdata != address for x in given):
+            self._note(tensor)
+
+
+def _updated(func: Any, args: Any) -> list[torch.Tensor]:
+    """Return the tensors that an op changes depending on what they were."""
+    if getattr(func, "namespace", None) != "aten":  # a higher-order operator, or somebody's own op: anything goes
+        return []
+    name = func._opname
+    if name in _UPDATES_STATISTICS:
+        values = [args[i] for i in _UPDATES_STATISTICS[name] if i < len(args)]
+    elif not func._schema.is_mutable or name in _OVERWRITING or "out" in func._overloadname:
+        return []
+    else:
+        named = zip(func._schema.arguments, args, strict=False)
+        values = [v for a, v in named if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and _has_storage(t) and not t.is_inference()]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def changed_twice(label: str, what: str) -> str:
+    """Return the message for state that a recomputation would change once more."""
+    return (
+        f"{label} changes a tensor that outlives it, in place ({what}), and its recomputation in backward would change "
+        "it once more. Make it a buffer of a module that the region's function is, closes over or is given, so that it "
+        "can be put back for the recomputation, or change it outside of the region."
+    )

@@ -1,0 +1,193 @@
+"""State that a region reaches by a long way is moved once; what is not found is an error, never moved twice."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from remat.eager.errors import CheckpointError
+from remat.region import checkpoint_region
+
+
+class Counter(nn.Module):
+    """Owns a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+COUNTER = Counter()
+BY_KEY = {"a": [{"b": COUNTER}]}
+
+
+class Holder:
+    """Holds a counter, and calls it."""
+
+    shared = COUNTER
+
+    def __init__(self):
+        self.inner = types.SimpleNamespace(counter=COUNTER)
+
+    def __call__(self, x):
+        return counted_by(self.inner.counter, x)
+
+    def method(self, x):
+        return self(x)
+
+
+def counted_by(counter, x):
+    counter.count.add_(1.0)
+    return x * counter.count.clone()
+
+
+def counted(x):
+    return counted_by(COUNTER, x)
+
+
+def counted_by_way_of_another(x):
+    return counted(x)
+
+
+def chain(steps):
+    def go(x):
+        for step in steps:
+            x = step(x)
+        return x
+
+    return go
+
+
+class Hiding(nn.Module):
+    """Reaches the counter by something that is no submodule."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, x):
+        return self.hidden[0](x)
+
+
+class UsingAGlobal(nn.Module):
+    """Calls a global function that changes a global module."""
+
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        return counted_by_way_of_another(x)
+
+
+def nested(depth):
+    body = chain([counted, torch.sin])
+    for _ in range(depth):
+        body = chain([checkpoint_region(body), torch.tanh])
+    return body
+
+
+HOLDER = Holder()
+
+
+def by_keyword_default(x, *, counter=COUNTER):
+    return counted_by(counter, x)
+
+
+PROGRAMS = {
+    "two regions": lambda: nested(2),
+    "forty regions": lambda: nested(40),
+    "a global function": lambda: checkpoint_region(lambda x: counted_by_way_of_another(x).sin()),
+    "a global container": lambda: checkpoint_region(lambda x: counted_by(BY_KEY["a"][0]["b"], x).sin()),
+    "a global object": lambda: checkpoint_region(lambda x: HOLDER(x).sin()),
+    "a class": lambda: checkpoint_region(lambda x: counted_by(Holder.shared, x).sin()),
+    "a callable object": lambda: checkpoint_region(Holder()),
+    "a method": lambda: checkpoint_region(Holder().method),
+    "a partial of a partial": lambda: checkpoint_region(functools.partial(functools.partial(counted_by), COUNTER)),
+    "a keyword default": lambda: checkpoint_region(by_keyword_default),
+    "a module's attribute": lambda: checkpoint_region(Hiding([Holder()])),
+    "a global of a module's method": lambda: checkpoint_region(nn.Sequential(UsingAGlobal(), nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("make", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_buffer_that_is_far_away_moves_once(make):
+    COUNTER.count.zero_()
+    function = make()
+    x = torch.linspace(0.1, 0.9, 4, requires_grad=True)
+    for step in (1, 2, 3):
+        function(x).sin().sum().backward()
+        assert COUNTER.count.item() == step
+
+
+def test_state_that_is_not_found_is_an_error_and_is_not_moved_twice():
+    counter = Counter()
+    reference = weakref.ref(counter)  # looks inside of nothing
+    function = checkpoint_region(lambda x: counted_by(reference(), x).sin())
+    for _ in range(2):
+        counter.count.fill_(5.0)
+        x = torch.ones(4, requires_grad=True)
+        out = function(x).sum()
+        with pytest.raises(CheckpointError, match=r"changes a tensor that outlives it, in place \(aten.add_.Tensor at"):
+            out.backward()
+        assert counter.count.item() == 6.0
+
+
+def test_batch_norm_that_is_not_found_is_an_error():
+    norm = nn.BatchNorm1d(4)
+    reference = weakref.ref(norm)
+    function = checkpoint_region(lambda x: reference()(x).sin())
+    out = function(torch.randn(8, 4, requires_grad=True)).sum()
+    with pytest.raises(CheckpointError, match="outlives it"):
+        out.backward()
+    assert norm.num_batches_tracked.item() == 1
+
+
+def test_what_a_region_makes_itself_may_be_changed_in_place():
+    def function(x):
+        y = torch.zeros(4).add_(x)
+        y.mul_(2.0).add_(1.0)
+        buffer = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        buffer += 1.0
+        return (y.exp() * buffer).view(2, 2).t().contiguous().add_(1.0).sin()
+
+    x, y = (torch.linspace(0.1, 0.9, 4).requires_grad_() for _ in range(2))
+    function(x).sum().backward()
+    checkpoint_region(function)(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_overwriting_a_tensor_twice_is_allowed():
+    scratch = [torch.zeros(4).add_(1.0)]
+    reference = weakref.ref(scratch[0])
+
+    def function(x):
+        reference().copy_(x.detach())
+        return x.sin().exp()
+
+    x = torch.ones(4, requires_grad=True)
+    checkpoint_region(function)(x).sum().backward()
+    assert torch.equal(scratch[0], x)
+
+
+def test_watching_an_object_does_not_keep_former_steps_alive():
+    holder = types.SimpleNamespace(last=None)
+
+    def function(x):
+        return x.sin().exp() if holder is not None else x
+
+    region = checkpoint_region(function)
+    x = torch.ones(4, requires_grad=True)
+    firsts = []
+    for _ in range(3):
+        out = region(x)
+        firsts.append(weakref.ref(out))
+        holder.last = out
+        del out
+        gc.collect()
+    assert [first() is None for first in firsts] == [True, True, False]
