@@ -191,3 +191,23 @@ def test_watching_an_object_does_not_keep_former_steps_alive():
         del out
         gc.collect()
     assert [first() is None for first in firsts] == [True, True, False]
+
+
+def save_copies(ctx, op, *args, **kwargs):
+    return op is torch.ops.aten.clone.default
+
+
+@pytest.mark.parametrize("inner_policy", [None, save_copies])
+def test_copies_of_an_inner_regions_buffers_are_no_ops_to_the_policy_around(inner_policy):
+    def gradient_of(mark_inner, mark_outer):
+        counter = Counter()
+        inner = mark_inner(lambda x: counted_by(counter, x.sin()).sin())
+        outer = mark_outer(lambda x: counted_by(counter, inner(x).cos()).cos())
+        x = torch.linspace(0.1, 0.9, 4, requires_grad=True)
+        outer(x).sum().backward()
+        assert counter.count.item() == 2
+        return x.grad
+
+    expected = gradient_of(lambda f: f, lambda f: f)
+    marked = gradient_of(checkpoint_region(policy=inner_policy), checkpoint_region(policy=save_copies))
+    assert torch.equal(marked, expected)

@@ -20,7 +20,7 @@ from torch import nn
 
 from remat.eager.errors import CheckpointError
 from remat.eager.reach import Name, Reached, module_tree, name_text
-from remat.passes.torch_private import TorchDispatchMode, tree_leaves
+from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
 _LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
@@ -32,6 +32,21 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except (RuntimeError, AttributeError):  # inference tensors, some wrapper subclasses
         return -1
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a buffer unseen by dispatch modes: to the policy of a region around, this is no op of the user's."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach().clone()
+    with DisableTorchDispatch():
+        return tensor.detach().clone()
+
+
+def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if type(left) is not torch.Tensor:
+        return torch.equal(left.detach(), right)
+    with DisableTorchDispatch():
+        return torch.equal(left.detach(), right)
 
 
 @dataclass(slots=True)
@@ -81,7 +96,7 @@ class BufferState:
                 learning and value is not None and type(value) is torch.Tensor and value.nbytes <= _LEARN_MAX_BYTES
             )
             if value is not None and (name in facts.changed or is_candidate):
-                self._entry.append((module, name, value.detach().clone()))
+                self._entry.append((module, name, _copy_of(value)))
                 if name not in facts.changed:
                     self._learning.add((id(module), name))
 
@@ -108,7 +123,7 @@ class BufferState:
         if (id(module), name) not in self._learning or name in _buffer_facts[module].changed:
             return True
         value = module._buffers.get(name)
-        if value is not None and value.shape == entry.shape and torch.equal(value.detach(), entry):
+        if value is not None and value.shape == entry.shape and _are_equal(value, entry):
             return False
         _buffer_facts[module].changed.add(name)
         return True
@@ -133,7 +148,7 @@ class BufferState:
         with _swap_lock:
             current = [(module, name, module._buffers.get(name)) for module, name, _ in self._entry]
             for module, name, entry in self._entry:
-                module._buffers[name] = entry.clone()
+                module._buffers[name] = _copy_of(entry)
             try:
                 yield
             finally:

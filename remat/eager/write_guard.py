@@ -78,10 +78,12 @@ class WriteGuard(SelectiveMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an op writes to, run it, and note what it made."""
         kwargs = kwargs or {}
-        for tensor in _updated(func, args):
-            if tensor._version > 0 and not self._is_own(tensor):
+        written = _written(func, args)
+        for tensor in written:
+            if tensor._version == 0:  # nobody has ever written to it, so the forward has not either
+                self._note(tensor)
+            elif not _only_overwrites(func) and not self._is_own(tensor):
                 raise CheckpointError(self._describe(f"{func} {nearest_user_line()}"))
-            self._note(tensor)
         out = func(*args, **kwargs)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -107,14 +109,19 @@ class WriteGuard(SelectiveMode):
             self._note(tensor)
 
 
-def _updated(func: Any, args: Any) -> list[torch.Tensor]:
-    """Return the tensors that an op changes depending on what they were."""
+def _only_overwrites(func: Any) -> bool:
+    """True if what an op writes does not depend on what was there."""
+    return func._opname in _OVERWRITING or "out" in func._overloadname
+
+
+def _written(func: Any, args: Any) -> list[torch.Tensor]:
+    """Return the tensors that an op writes to."""
     if getattr(func, "namespace", None) != "aten":  # a higher-order operator, or somebody's own op: anything goes
         return []
     name = func._opname
     if name in _UPDATES_STATISTICS:
         values = [args[i] for i in _UPDATES_STATISTICS[name] if i < len(args)]
-    elif not func._schema.is_mutable or name in _OVERWRITING or "out" in func._overloadname:
+    elif not func._schema.is_mutable:
         return []
     else:
         named = zip(func._schema.arguments, args, strict=False)
