@@ -130,9 +130,6 @@ class Improver(Generic[J]):
         self.members: list[list[int]] = [[] for _ in problem.bases]
         for i, v in problem.value_of.items():
             self.members[v].append(i)
-        once = (v for v in range(len(problem.bases)) if not self._may_drop(v) and self._may_save(v))
-        self.run_once: list[int] = [problem.bases[v] for v in once]
-        """What backward can only be handed, should a change make it read more than the schedule it started from."""
         costs, roles = problem.costs, problem.graph.roles
         self.forward_ticks = max(1, sum(costs.run_ticks[i] for i, r in enumerate(roles) if r is Role.FORWARD))
         self.nodes_left = 0
@@ -223,7 +220,7 @@ class Improver(Generic[J]):
     def write(self, candidate: Candidate) -> Schedule:
         """Turn a candidate into a schedule."""
         bases, graph = self.problem.bases, self.problem.graph
-        saved = list(self.run_once)
+        saved: list[int] = []
         forgotten: dict[int, list[int]] = {}
         early: dict[int, list[int]] = {}
         for what, v, stage in candidate:
