@@ -91,7 +91,7 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
     if torch.compiler.is_dynamo_compiling():
         return _mark_while_traced(function, name, options)
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(checkpoint_region(function.__func__, name=name, **options))
+        return type(function)(checkpoint_region(name=name, **options)(function.__func__))
     check_markable(function)
     check_options(name, options, _OPTION_NAMES)
     region = RegionOptions(name=name or _default_name(function), **options)
