@@ -66,7 +66,7 @@ class Clearance:
                 _cleared_modules.setdefault(module, set()).add(self.codes)
 
 
-class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call] # torch annotates no __init_subclass__
+class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
     """Raise before an op updates, in place, a tensor from before the recomputation."""
 
     def __init__(self, describe: Callable[[str], str]) -> None:
