@@ -176,12 +176,14 @@ class TestCompiled:
 
     def test_a_collective_in_a_recomputed_region_runs_once(self, x):
         reference = x.detach().clone().requires_grad_()
-        functional(reference).cos().sum().backward()
+        loss = functional(reference).cos().sum()
+        with OpCounter() as plain:
+            loss.backward()
         compiled = self.compiled(recompute_all())
         compiled(x)  # traced outside of the counter, which compilers keep away from
         out = compiled(x).sum()
         with OpCounter() as counter:
             out.backward()
         assert counter["exp.default"] == 1, "the region is recomputed"
-        assert counter["all_reduce.default"] == 0
+        assert counter["all_reduce.default"] == plain["all_reduce.default"], "only what the gradient itself needs"
         assert torch.equal(x.grad, reference.grad)
