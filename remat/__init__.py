@@ -15,6 +15,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .frontier import pareto
     from .partition_fn import partitioner
+    from .report import Report, explain
 
 __all__ = [
     "Action",
@@ -26,6 +27,7 @@ __all__ = [
     "OptionError",
     "Plan",
     "RematError",
+    "Report",
     "VerificationError",
     "__version__",
     "apply",
@@ -33,6 +35,7 @@ __all__ = [
     "checkpoint_region",
     "checkpoint_sequential",
     "compat",
+    "explain",
     "is_recomputing",
     "name",
     "pareto",
@@ -52,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from .frontier import pareto
 
         return pareto
+    if name in ("explain", "Report"):
+        from . import report
+
+        return getattr(report, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
