@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from remat.passes.constraints import Reason
+from remat.passes.plan import Plan, PredictedPeak
 from torch import nn
 
 import remat
+from remat.report.model import Alive, GraphReport, NodeRow, Timeline
 
 
 def save_attn_out(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,3 +89,82 @@ class Plain(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x)).sin().exp()
         return x.sum()
+
+
+HOSTILE = (
+    "<script>document.title = 'owned'</script>",
+    "</script><img src=x onerror=\"document.title = 'owned'\">",
+    "quotes \" and ' and `${1}` and \\ and &amp; and ]]>",
+    "línea\u2028\u202e🧨\x00\x1b[31m",
+    "lone surrogate \ud800",
+    "two\nlines\r\n",
+)
+"""What a user's names may hold."""
+
+
+def hostile_report(num_values: int) -> remat.Report:
+    """A chain of values whose names, modules, regions and sources are hostile; some of them have no bytes."""
+    names = [f"v{k}" for k in range(num_values)]
+    texts = [HOSTILE[k % len(HOSTILE)] for k in range(num_values)]
+    sizes = [1024 * (k % 7) for k in range(num_values)]
+    forward = [_row(f"v{k}", f"v{k - 1}" if k else "x", "FORWARD", sizes[k], texts[k], k) for k in range(num_values)]
+    backward = [_row(f"g{k}", f"v{k}", "BACKWARD", 0, texts[k], k) for k in reversed(range(num_values))]
+    nodes = (_row("x", "", "INPUT", 8, "x", 0), *forward, *backward)
+    saved = [k % 3 == 0 for k in range(num_values)]
+    order = [name for k in reversed(range(num_values)) for name in ([] if saved[k] else [f"v{k}"]) + [f"g{k}"]]
+    memory = [Alive(f"v{k}", sizes[k], k, num_values + k if saved[k] else k + 1) for k in range(num_values) if sizes[k]]
+    live = [0] * (num_values + len(order))
+    for m in memory:
+        for moment in (m.first, m.last):
+            live[moment] += m.num_bytes
+    decisions = tuple(_decision(row, is_saved) for row, is_saved in zip(forward, saved, strict=True))
+    peak = PredictedPeak(max(live), "v0", in_forward=True, source=HOSTILE[0], alive=(), executor="inductor")
+    plan = Plan(
+        decisions, tuple(order), (), peak, None, None, "cut", tuple(f"{row.name} = {row.op}" for row in nodes), "key"
+    )
+    timeline = Timeline(num_values, tuple(live), tuple(memory))
+    graph = GraphReport(plan, nodes, tuple(names), (names[-1],), ("g0",), timeline)
+    return remat.Report((graph,), function=HOSTILE[0], graph_breaks=HOSTILE, versions={"remat": HOSTILE[1]})
+
+
+def _row(name: str, read: str, role: str, num_bytes: int, text: str, k: int) -> NodeRow:
+    return NodeRow(
+        name=name,
+        op="placeholder" if role == "INPUT" else text,
+        arguments=read,
+        inputs=(read,) if read else (),
+        value="float32[0]",
+        role=role,
+        base=name if role == "FORWARD" else "",
+        same_as=name,
+        is_view=False,
+        num_bytes=num_bytes,
+        save_seconds=1e-6,
+        recompute_seconds=1e-6 * (k % 5),
+        no_save="",
+        no_recompute=text if k % 11 == 0 else "",
+        prefers="",
+        source=f"{text}:{k}",
+        module=f"{text}.{k // 100}",
+        region=f"{text}/{k // 10}" if k % 2 else "",
+        policy="",
+        label=text if k % 5 == 0 and role == "FORWARD" else "",
+    )
+
+
+def _decision(row: NodeRow, is_saved: bool) -> remat.Decision:
+    return remat.Decision(
+        value=row.name,
+        op=row.op,
+        action=remat.Action.SAVE if is_saved else remat.Action.RECOMPUTE,
+        reason=Reason.ON_CUT if is_saved else Reason.OFF_CUT,
+        num_bytes=row.num_bytes,
+        save_seconds=row.save_seconds,
+        recompute_seconds=row.recompute_seconds,
+        num_recomputes=0 if is_saved else 1,
+        source=row.source,
+        module=row.module,
+        region=row.region,
+        policy="",
+        name=row.label,
+    )
