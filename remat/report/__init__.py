@@ -12,6 +12,8 @@ can be looked at later without the program it was made for:
     why.py        the chain of reasons for one value
     groups.py     thousands of nodes as a hundred boxes
     dot.py svg.py html.py
+    diff.py       two plans compared
+    dumped.py     what compiling leaves behind
     observe.py    what one real step held, beside what was predicted
 """
 
