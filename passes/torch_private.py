@@ -342,7 +342,7 @@ def break_after(gm: fx.GraphModule) -> str:
         return ""
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = "" if frame is None else f"{frame.filename}:{frame.lineno}: "
-    return where + reason.reason.strip().partition("\n")[0]
+    return where + str(reason.reason).strip().partition("\n")[0]
 
 
 def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

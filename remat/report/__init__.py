@@ -4,7 +4,7 @@
 can be looked at later without the program it was made for:
 
     model.py      the data: nodes, timeline, graphs
-    explain.py    a function in, a report out
+    planned.py    a function in, a report out
     record.py     a planned graph in, its data out
     report.py     the report and its forms by file suffix
     text.py       the graph line by line, each with its decision; the summary on top
@@ -17,7 +17,7 @@ can be looked at later without the program it was made for:
     observe.py    what one real step held, beside what was predicted
 """
 
-from .explain import explain
+from .planned import explain
 from .report import Report
 
 __all__ = ["Report", "explain"]
