@@ -15,7 +15,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .frontier import pareto
     from .partition_fn import partitioner
-    from .report import Report, explain
+    from .report import Report, explain, observe
 
 __all__ = [
     "Action",
@@ -38,6 +38,7 @@ __all__ = [
     "explain",
     "is_recomputing",
     "name",
+    "observe",
     "pareto",
     "partitioner",
     "policies",
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
         from .frontier import pareto
 
         return pareto
-    if name in ("explain", "Report"):
+    if name in ("explain", "observe", "Report"):
         from . import report
 
         return getattr(report, name)

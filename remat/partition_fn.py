@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from . import calibration
+from .collecting import is_collecting
 from .options import INNERS, Options
 from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
@@ -55,14 +56,14 @@ class Partitioner(CustomPartitionerFn):
         with paused_collector():
             prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
             chosen = choose(prepared, self.request)
-            if self._is_reported:
+            if self._is_reported or is_collecting():
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
         return halves.forward, halves.backward
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
         """Dump and log a graph, before its halves are made."""
-        from .report.dumped import report_planned
+        from .report.dumped import report_planned  # the report's own modules need this one
 
         report_planned(prepared, chosen, folder=self.options.dump, logs=self.options.logs)
 

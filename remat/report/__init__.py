@@ -14,10 +14,12 @@ can be looked at later without the program it was made for:
     dot.py svg.py html.py
     diff.py       two plans compared
     dumped.py     what compiling leaves behind
-    observe.py    what one real step held, beside what was predicted
+    counting.py   what a step really holds
+    observation.py  one real step beside what was predicted
 """
 
+from .observation import Observation, observe
 from .planned import explain
 from .report import Report
 
-__all__ = ["Report", "explain"]
+__all__ = ["Observation", "Report", "explain", "observe"]

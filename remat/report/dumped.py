@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed
 
+from ..collecting import collect
 from ..passes.choose import Chosen
 from ..passes.partition import Prepared
 from .record import report_graph
@@ -20,7 +21,9 @@ _numbers = itertools.count()
 def report_planned(prepared: Prepared, chosen: Chosen, *, folder: str | None, logs: tuple[str, ...]) -> None:
     """Write the report of one graph where it was asked for; graphs are counted within a process."""
     number = next(_numbers)
-    report = Report(graphs=(report_graph(prepared, chosen),), versions=versions())
+    graph = report_graph(prepared, chosen)
+    collect(graph)
+    report = Report(graphs=(graph,), versions=versions())
     if folder is not None:
         dump(report, Path(folder), number)
     if "plan" in logs:
