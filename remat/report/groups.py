@@ -7,13 +7,12 @@ and shorter until there are few enough boxes; what is still too many is cut into
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from .model import FORWARD_ROLES, GraphReport, NodeRow
 
-MAX_BOXES = 200
+MAX_BOXES = 240
 """How many boxes a picture has at most, forward and backward together."""
 
 MAX_DEPTH = 12
@@ -51,23 +50,41 @@ class Arrow:
 
 
 def boxes_of(graph: GraphReport, limit: int = MAX_BOXES) -> tuple[Box, ...]:
-    """Group the nodes that run, in the order in which they run."""
-    halves = [[graph.row[name] for name in order] for order in (graph.forward, graph.plan.order)]
-    groups: list[list[list[NodeRow]]] = [[[row] for row in half] for half in halves]
+    """Group the nodes that run, in the order in which they run; each half gets half of the boxes."""
+    forward = [graph.row[name] for name in graph.forward]
+    backward = [graph.row[name] for name in graph.plan.order]
+    return (
+        *(_box(graph, rows, in_forward=True) for rows in _grouped(forward, limit // 2, adopts=False)),
+        *(_box(graph, rows, in_forward=False) for rows in _grouped(backward, limit // 2, adopts=True)),
+    )
+
+
+def _grouped(half: Sequence[NodeRow], limit: int, *, adopts: bool) -> list[list[NodeRow]]:
+    """Cut a half into runs, with paths as long as the limit allows."""
+    if len(half) <= limit:
+        return [[row] for row in half]
     for depth in range(MAX_DEPTH, 0, -1):
-        if sum(map(len, groups)) <= limit:
-            break
-        groups = [[list(run) for _, run in groupby(half, _key(depth))] for half in halves]
-    if sum(map(len, groups)) > limit:
-        groups = [_pieces(group, limit // 2) for group in groups]
-    return tuple(_box(graph, rows, half == 0) for half, group in enumerate(groups) for rows in group)
+        groups = _runs(half, depth, adopts)
+        if len(groups) <= limit:
+            return groups
+    return _pieces(groups, limit)
 
 
-def _key(depth: int) -> Callable[[NodeRow], tuple[str, str]]:
-    def key(row: NodeRow) -> tuple[str, str]:
-        return "/".join(row.region.split("/")[:depth]), ".".join(row.module.split(".")[:depth])
+def _runs(half: Sequence[NodeRow], depth: int, adopts: bool) -> list[list[NodeRow]]:
+    """Neighbours with the same path.
 
-    return key
+    Backward's sums of gradients belong to no module. There a node without a path goes with what ran before it.
+    """
+    groups: list[list[NodeRow]] = []
+    current: tuple[str, str] | None = None
+    for row in half:
+        key = ("/".join(row.region.split("/")[:depth]), ".".join(row.module.split(".")[:depth]))
+        if groups and (key == current or (adopts and key == ("", ""))):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            current = key
+    return groups
 
 
 def _pieces(groups: Sequence[list[NodeRow]], number: int) -> list[list[NodeRow]]:
@@ -76,28 +93,28 @@ def _pieces(groups: Sequence[list[NodeRow]], number: int) -> list[list[NodeRow]]
     return [[row for group in groups[k : k + size] for row in group] for k in range(0, len(groups), size)]
 
 
-def _box(graph: GraphReport, rows: Sequence[NodeRow], in_forward: bool) -> Box:
+def _box(graph: GraphReport, rows: Sequence[NodeRow], *, in_forward: bool) -> Box:
     totals: dict[str, int] = {}
     for row in rows:
         state = graph.state_of(row.name) if in_forward else "recomputed" * (row.role in FORWARD_ROLES)
         if state and not (row.is_view and state == "recomputed"):
             totals[state] = totals.get(state, 0) + row.num_bytes
     return Box(
-        title=_title(rows),
-        region=_common("/", [row.region for row in rows]),
+        title=_title([row for row in rows if in_forward or row.region or row.module] or rows, len(rows)),
+        region=_common("/", [row.region for row in rows if in_forward or row.region or row.module]),
         in_forward=in_forward,
         nodes=tuple(row.name for row in rows),
         bytes_by_state=totals,
     )
 
 
-def _title(rows: Sequence[NodeRow]) -> str:
-    if len(rows) == 1:
+def _title(rows: Sequence[NodeRow], num_rows: int) -> str:
+    if num_rows == 1:
         row = rows[0]
         return f"{row.name}: {row.op.removesuffix('.default')}" + (f" ({row.label})" if row.label else "")
     region, module = _common("/", [row.region for row in rows]), _common(".", [row.module for row in rows])
     path = f"{region} ({module})" if region and module else region or module
-    return f"{path or f'{rows[0].name} … {rows[-1].name}'} · {len(rows)} ops"
+    return f"{path or f'{rows[0].name} … {rows[-1].name}'} · {num_rows} ops"
 
 
 def _common(separator: str, paths: Sequence[str]) -> str:

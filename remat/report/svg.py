@@ -21,7 +21,7 @@ ROW, BOX_WIDTH, BOX_HEIGHT = 28, 330, 22
 LEFT, GAP, TOP = 120, 240, 64
 """Room for arrows that skip rows, between the columns, and above them."""
 INDENT = 7
-MAX_TITLE = 42
+MAX_TITLE = 40
 MIN_SHARE = 6
 STATES = ("saved", "offloaded", "recomputed")
 WIDTH = 2 * LEFT + 2 * BOX_WIDTH + GAP
@@ -146,7 +146,8 @@ def _arrow(arrow: Arrow, places: Sequence[tuple[int, int]], boxes: Sequence[Box]
     kept = " g-kept" if arrow.crosses else ""
     names = ", ".join(arrow.values[:5]) + (" …" if len(arrow.values) > 5 else "")
     title = escape(_xml(printable(f"{names}: {size(arrow.num_bytes)}")))
-    width = line_width(arrow.num_bytes)
+    # What stays within a half is drawn thin: a table that every layer reads would hide all else.
+    width = line_width(arrow.num_bytes) if arrow.crosses else 1.0
     return f'<path class="g-arrow{kept}" stroke-width="{width}" d="{path}"><title>{title}</title></path>'
 
 

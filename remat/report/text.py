@@ -46,7 +46,7 @@ def _graph_summary(report: Report, number: int) -> Iterator[str]:
     which = f"graph {number}, " if len(report.graphs) > 1 else ""
     yield _clipped(f"{title}{which}{plan.num_nodes} nodes; backward needs {len(plan.decisions)} forward values", WIDTH)
     yield f"  saved       {len(plan.saved):6}  {size(plan.saved_bytes):>12}"
-    recomputed_bytes = sum(d.num_bytes for d in plan.recomputed)
+    recomputed_bytes = sum(d.num_bytes for d in plan.recomputed if not graph.row[d.value].is_view)
     yield (
         f"  recomputed  {len(plan.recomputed):6}  {size(recomputed_bytes):>12}  "
         f"for {duration(plan.recompute_seconds)} (estimated)"
