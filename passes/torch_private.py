@@ -335,6 +335,13 @@ def graph_break_of(error: Exception) -> str | None:
     return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
 
 
+def fake_mode() -> Any:
+    """A context in which tensors are made without memory, on whatever device they say they are."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def break_after(gm: fx.GraphModule) -> str:
     """Why Dynamo ended a graph before the function's end, in a line with the program's line; empty if it did not."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)

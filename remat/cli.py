@@ -29,7 +29,12 @@ what to explain:
     a module instance,
     a function or class that makes one when called without arguments, or
     a plain function of the inputs (then give --function).
-  With --device meta (the default) a model is made without memory; --device cpu makes a real one.
+
+where it is made (--device):
+  meta (the default)  takes no memory; prices are those of a data-centre GPU, and ops that have kernels for real devices
+                      only, such as fused attention, are taken apart
+  fake:cpu            takes no memory; prices and kernels are those of this machine's CPU
+  cpu                 a real model in real memory
 
 inputs (--input):
   a comma list of tensors, dtype[sizes]: "f32[8,128]" or "f32[8,128], i64[8]"
@@ -100,7 +105,7 @@ def _add_model(parser: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="pkg.mod:name or file.py:name; see below")
     parser.add_argument("--input", default="", metavar="INPUTS", help="example inputs; see below")
     parser.add_argument("--function", action="store_true", help="MODEL is the function to explain, not a maker")
-    parser.add_argument("--device", default="meta", help="where model and inputs are made (default: meta, no memory)")
+    parser.add_argument("--device", default="meta", help="meta (default), fake:cpu, cpu; see below")
     parser.add_argument("--inner", default="inductor", help="what runs the graphs: inductor (default) or aot_eager")
     parser.add_argument("--cost-model", default="roofline", help="roofline (default), flops or profile")
 
@@ -162,17 +167,17 @@ def _add_pareto(commands: Any) -> None:
 
 
 def _explain(asked: argparse.Namespace) -> int:
+    from .frontier import pareto
     from .report import explain
-    from .spec import load_model, make_inputs
+    from .spec import load_model, make_inputs, placed
 
-    model = load_model(asked.model, asked.device, is_function=asked.function)
-    args, kwargs = make_inputs(asked.input, asked.device)
     options = {"inner": asked.inner, "cost_model": asked.cost_model}
-    report = explain(model, *args, memory_budget=_budget(asked.memory_budget), progress=True, **options, **kwargs)
-    if asked.pareto:
-        from .frontier import pareto
-
-        report = replace(report, pareto=pareto(model, *args, progress=True, **options, **kwargs))
+    with placed(asked.device) as device:
+        model = load_model(asked.model, device, is_function=asked.function)
+        args, kwargs = make_inputs(asked.input, device)
+        report = explain(model, *args, memory_budget=_budget(asked.memory_budget), progress=True, **options, **kwargs)
+        if asked.pareto:
+            report = replace(report, pareto=pareto(model, *args, progress=True, **options, **kwargs))
     return _hand_over(report, asked, report.why(asked.why) if asked.why else None)
 
 
@@ -233,19 +238,13 @@ def _diff(asked: argparse.Namespace) -> int:
 
 def _pareto(asked: argparse.Namespace) -> int:
     from .frontier import pareto
-    from .spec import load_model, make_inputs
+    from .spec import load_model, make_inputs, placed
 
-    model = load_model(asked.model, asked.device, is_function=asked.function)
-    args, kwargs = make_inputs(asked.input, asked.device)
-    frontier = pareto(
-        model,
-        *args,
-        inner=asked.inner,
-        cost_model=asked.cost_model,
-        num_budgets=asked.num_budgets,
-        progress=True,
-        **kwargs,
-    )
+    options = {"inner": asked.inner, "cost_model": asked.cost_model, "num_budgets": asked.num_budgets}
+    with placed(asked.device) as device:
+        model = load_model(asked.model, device, is_function=asked.function)
+        args, kwargs = make_inputs(asked.input, device)
+        frontier = pareto(model, *args, progress=True, **options, **kwargs)
     return _hand_over(frontier, asked, None)
 
 

@@ -6,13 +6,15 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .passes.errors import OptionError
+from .passes.torch_private import fake_mode
 
 DTYPES = {
     "f64": torch.float64,
@@ -30,6 +32,22 @@ DTYPES = {
 _TENSOR = re.compile(
     r"\s*(?:(?P<name>\w+)\s*=\s*)?(?P<dtype>[a-z]+\d*)\s*\[(?P<sizes>[\d\s,]*)\]\s*(?:<\s*(?P<below>\d+))?\s*"
 )
+
+
+FAKE = "fake:"
+"""Before a device: tensors say that they are there, and take no memory."""
+
+
+@contextmanager
+def placed(device: str) -> Iterator[str]:
+    """Let everything be made on a device; yields the device's own name."""
+    name = device.removeprefix(FAKE)
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"--device {device!r}: expected meta, cpu, fake:cpu or another device of torch") from error
+    with fake_mode() if device.startswith(FAKE) else nullcontext():
+        yield name
 
 
 def load(text: str) -> Any:

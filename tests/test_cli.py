@@ -32,6 +32,15 @@ class Model(nn.Module):
         x = remat.name(torch.tanh(self.first(x)), "middle")
         return self.second(x.sin().exp()).sum() * (1.0 if scale is None else scale.sum())
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x * self.scale
+        return nn.functional.scaled_dot_product_attention(x, x, x).sum()
+
 def make_inputs():
     return {"x": torch.randn(4, 16), "scale": torch.ones(2)}
 
@@ -88,6 +97,22 @@ def test_explain_says_why(program: str, capsys: pytest.CaptureFixture[str]) -> N
     assert code == OK
     assert '("middle"): ' in out
     assert "price of keeping it" in out
+
+
+@pytest.mark.parametrize("device", ["meta", "fake:cpu", "cpu"])
+def test_fused_attention_is_taken_apart_on_meta_only(
+    device: str, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = ("explain", f"{program}:Attention", "--input", "f32[2,4,16,8]", "--json")
+    code, out, _ = run(capsys, *attention, "--device", device)
+    assert code == OK
+    assert ("flash_attention" in out) == (device != "meta")
+
+
+def test_unknown_device_is_refused(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "explain", f"{program}:Model", "--input", "f32[4,16]", "--device", "fake:moon")
+    assert code == WRONG_USAGE
+    assert "expected meta, cpu, fake:cpu" in err
 
 
 def test_explain_of_a_function(program: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,8 @@ def _title(rows: Sequence[NodeRow], num_rows: int) -> str:
 
 def _common(separator: str, paths: Sequence[str]) -> str:
     """The part that paths have in common."""
+    if not paths:
+        return ""
     first, *others = dict.fromkeys(paths)
     parts = first.split(separator) if first else []
     for other in others:
