@@ -41,9 +41,10 @@ def main() -> None:
     parser.add_argument("--device", default="meta", help="meta, or fake:cpu for the CPU's kernels")
     parser.add_argument("--output", action="append", default=[], metavar="FILE")
     asked = parser.parse_args()
-    with placed(asked.device) as device, torch.device(device):
-        model = llama(asked.layers, 8192, 28672, 64, 8, 128256)
-        tokens = torch.zeros(1, asked.length, dtype=torch.int64)
+    with placed(asked.device) as device:
+        with torch.device(device):
+            model = llama(asked.layers, 8192, 28672, 64, 8, 128256)
+        tokens = torch.zeros(1, asked.length, dtype=torch.int64, device=device)
         start = time.perf_counter()
         report = remat.explain(model, input_ids=tokens, labels=tokens, memory_budget=asked.memory_budget, progress=True)
         explained = time.perf_counter()

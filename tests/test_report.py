@@ -79,6 +79,16 @@ def test_model_larger_than_memory_is_explained_on_meta() -> None:
     assert report.plans[0].peak.num_bytes > 2**40
 
 
+@pytest.mark.slow
+def test_llama_of_seventy_billion_parameters_is_explained_in_minutes() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "explain_large.py"), "--device", "fake:cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (seconds,) = re.findall(r"explained in ([\d.]+) s", done.stdout)
+    (gibibytes,) = re.findall(r"at most ([\d.]+) GiB", done.stdout)
+    assert float(seconds) < 180
+    assert float(gibibytes) < 4
+
+
 def test_fake_tensors_are_as_good_as_real_ones() -> None:
     with torch._subclasses.FakeTensorMode():
         model, x = Plain(), torch.randn(4, 32)
