@@ -386,12 +386,13 @@ def describe_graph(graph: JointGraph) -> tuple[str, ...]:
 def _describe_node(node: fx.Node) -> str:
     read = ", ".join([a.name for a in node.all_input_nodes])
     target = node.op if node.op == "placeholder" else str(node.target)
-    return f"{node.name} = {target}({read}) {_describe_value(node.meta.get('val'))}"
+    return f"{node.name} = {target}({read}) {describe_value(node.meta.get('val'))}"
 
 
-def _describe_value(value: object) -> str:
+def describe_value(value: object) -> str:
+    """What a node returns, `float32[4, 8]`."""
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_describe_value(v) for v in value) + ")"
+        return "(" + ", ".join(describe_value(v) for v in value) + ")"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is None or shape is None:
         return type(value).__name__

@@ -59,13 +59,7 @@ class Prepared:
 def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
     prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
-    if request.stored:
-        chosen = apply_plan(prepared.problem, request.stored)
-    else:
-        chosen = choose_plan(
-            prepared.problem, prepared.storages, request.budget, request.key, take_minimum=request.take_minimum
-        )
-    return split(prepared, chosen)
+    return split(prepared, choose(prepared, request))
 
 
 def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Prepared:
@@ -76,6 +70,14 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     costs = price(graph, request.cost_model)
     storages = find_storages(graph, fuses=request.fuses)
     return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
+
+
+def choose(prepared: Prepared, request: Request) -> Chosen:
+    """Plan afresh, or find the stored plan that was made for this graph."""
+    if request.stored:
+        return apply_plan(prepared.problem, request.stored)
+    problem, storages = prepared.problem, prepared.storages
+    return choose_plan(problem, storages, request.budget, request.key, take_minimum=request.take_minimum)
 
 
 def split(prepared: Prepared, chosen: Chosen) -> Partitioned:

@@ -138,21 +138,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"this is no plan: {error}") from error
-        if not isinstance(data, dict) or "format" not in data:
-            raise ValueError("this is no plan: a plan is a JSON object that says its format")
-        if data.pop("format") != FORMAT:
-            raise ValueError(
-                f"this plan has format {json.loads(text)['format']!r}; this version of remat reads format {FORMAT}"
-            )
-        try:
-            return _plan_from_dict(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"this plan is damaged: {error}") from error
+        """Read what `to_json` wrote, or the plan of a report that has one graph."""
+        plans = plans_from_json(text)
+        if len(plans) != 1:
+            raise ValueError(f"this is a report of {len(plans)} graphs; a plan is for one")
+        return plans[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there already is replaced as a whole."""
@@ -200,6 +190,32 @@ class Plan:
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def plans_from_json(text: str) -> tuple[Plan, ...]:
+    """Read a plan, or all plans of a report."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no plan: {error}") from error
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError("this is no plan: a plan is a JSON object that says its format")
+    if "graphs" not in data:
+        return (_checked_plan(data),)
+    try:
+        found = [graph["plan"] for graph in data["graphs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError("this is no plan, and no report that holds plans") from error
+    return tuple(_checked_plan(plan) for plan in found)
+
+
+def _checked_plan(data: dict[str, Any]) -> Plan:
+    if data.get("format") != FORMAT:
+        raise ValueError(f"this plan has format {data.get('format')!r}; this version of remat reads format {FORMAT}")
+    try:
+        return _plan_from_dict({name: value for name, value in data.items() if name != "format"})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"this plan is damaged: {error}") from error
 
 
 def mebibytes(num_bytes: int) -> str:

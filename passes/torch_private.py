@@ -336,6 +336,23 @@ def graph_break_of(error: Exception) -> str | None:
     return str(error).strip().partition("\n")[0] if isinstance(error, Unsupported) else None
 
 
+def fake_mode() -> Any:
+    """A context in which tensors are made without memory, on whatever device they say they are."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def break_after(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended a graph before the function's end, in a line with the program's line; empty if it did not."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = "" if frame is None else f"{frame.filename}:{frame.lineno}: "
+    return where + str(reason.reason).strip().partition("\n")[0]
+
+
 def run_graph_as_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The compiler of `inner="aot_eager"`: run the graph's ops one by one, freeing inputs as they die."""
     from torch._dynamo.backends.debugging import boxed_nop

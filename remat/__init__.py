@@ -22,6 +22,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .frontier import pareto
     from .partition_fn import partitioner
+    from .report import Report, explain, observe
 
 __all__ = [
     "Action",
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "RematError",
+    "Report",
     "VerificationError",
     "__version__",
     "apply",
@@ -42,8 +44,10 @@ __all__ = [
     "checkpoint_region",
     "checkpoint_sequential",
     "compat",
+    "explain",
     "is_recomputing",
     "name",
+    "observe",
     "pareto",
     "partitioner",
     "policies",
@@ -61,4 +65,8 @@ def __getattr__(name: str) -> Any:
         from .frontier import pareto
 
         return pareto
+    if name in ("explain", "observe", "Report"):
+        from . import report
+
+        return getattr(report, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

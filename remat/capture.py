@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from .passes.errors import RematError, causes_of
-from .passes.torch_private import CustomPartitionerFn, aot_compile, graph_break_of, inductor_compile
+from .passes.torch_private import CustomPartitionerFn, aot_compile, break_after, graph_break_of, inductor_compile
 
 Split = tuple[fx.GraphModule, fx.GraphModule]
 Visit = Callable[[fx.GraphModule, int], Split]
@@ -32,6 +32,8 @@ class Captured:
     """Joint graphs among them, and inside of them, that were split."""
     graph_break: str
     """Why there are several graphs; empty if one graph holds the whole function."""
+    graph_breaks: tuple[str, ...] = ()
+    """Every break that was met, each with its line."""
 
 
 def capture(
@@ -78,9 +80,13 @@ class _Backend:
         self.runs = runs
         """Run Dynamo's graphs as they are, instead of stopping at the first."""
         self.num_graphs = self.num_split = 0
+        self.breaks: dict[str, None] = {}
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.num_graphs += 1
+        reason = break_after(gm)
+        if reason:
+            self.breaks[reason] = None
         try:
             self._split(gm, example_inputs)
         except Exception as error:
@@ -92,13 +98,16 @@ class _Backend:
         splitter = _Splitter(self)
         if self.fuses:
             settings = {"custom_partitioner_fn": splitter, "force_disable_caches": True}
+            if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in example_inputs):
+                # With it inductor makes empty tensors of all results on `meta`, and of the program nothing is left.
+                settings["joint_graph_constant_folding"] = False
             inductor_compile(gm, example_inputs, settings, inner_compile=_stop)
         else:
             aot_compile(gm, example_inputs, compiler=_stop, partition_fn=splitter)
 
     def captured(self, reason: str) -> Captured:
         """Say what was met."""
-        return Captured(self.num_graphs, self.num_split, reason)
+        return Captured(self.num_graphs, self.num_split, reason, tuple(self.breaks) or ((reason,) if reason else ()))
 
 
 class _Splitter(CustomPartitionerFn):

@@ -202,7 +202,7 @@ def pareto(
     options = Options.parse({"inner": inner, "cost_model": cost_model})
     request = Partitioner(options).request
     found: list[Frontier] = []
-    with _Progress(sys.stderr.isatty() if progress is None else progress) as say:
+    with Progress(sys.stderr.isatty() if progress is None else progress, "pareto") as say:
 
         def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Split:
             frontier, split = _plan_graph(joint, num_fwd_outputs, request, num_budgets, say)
@@ -278,11 +278,11 @@ def _nothing_to_plan(function: Callable[..., Any], captured: Captured) -> str:
     )
 
 
-class _Progress:
+class Progress:
     """A line on stderr that overwrites itself in a terminal; plain lines elsewhere."""
 
-    def __init__(self, shown: bool) -> None:
-        self.shown = shown
+    def __init__(self, shown: bool, what: str) -> None:
+        self.shown, self.what = shown, what
 
     def __enter__(self) -> Say:
         return self._say
@@ -295,4 +295,4 @@ class _Progress:
         if not self.shown:
             return
         start, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
-        print(f"{start}remat.pareto: {text}", end=end, file=sys.stderr, flush=True)
+        print(f"{start}remat.{self.what}: {text}", end=end, file=sys.stderr, flush=True)

@@ -15,13 +15,14 @@ from .memory_budget import parse_budget
 from .passes.budget import Budget
 from .passes.errors import OptionError
 from .passes.op_call import OpCall
-from .passes.plan import Plan
+from .passes.plan import Plan, plans_from_json
 from .passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
 
 Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 CostFunction = Callable[[OpCall], float]
 
 INNERS = ("inductor", "aot_eager")
+LOGS = ("plan",)
 COST_MODELS = ("roofline", "flops", "profile")
 
 
@@ -41,6 +42,8 @@ class Options:
     """Plans made earlier that are to be applied."""
     dump: str | None = None
     """A folder that gets every graph's plan."""
+    logs: tuple[str, ...] = ()
+    """What is printed while compiling; from the environment, as torch's own logs are."""
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Settings handed on to inductor."""
 
@@ -71,7 +74,9 @@ class Options:
         for name in given:
             raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
         take_minimum = on_infeasible == "minimum"
-        return Options(cost_model=cost_model, budget=budget, take_minimum=take_minimum, plans=plans, dump=dump)
+        return Options(
+            cost_model=cost_model, budget=budget, take_minimum=take_minimum, plans=plans, dump=dump, logs=_logs()
+        )
 
 
 PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "dump")
@@ -118,23 +123,31 @@ def _dump(value: Any) -> str | None:
     return str(folder)
 
 
+def _logs() -> tuple[str, ...]:
+    names = tuple(name.strip() for name in os.environ.get("REMAT_LOGS", "").split(",") if name.strip())
+    for name in names:
+        if name not in LOGS:
+            raise OptionError(f"REMAT_LOGS={os.environ['REMAT_LOGS']!r}: {name!r} is no log; expected {_listed(LOGS)}")
+    return names
+
+
 def _plans(value: Any) -> tuple[Plan, ...]:
     """Stored plans: one, or several for a model that is compiled in several graphs."""
     if value is None:
         return ()
     items = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(_plan(item) for item in items)
+    return tuple(plan for item in items for plan in _plan(item))
 
 
-def _plan(value: Any) -> Plan:
+def _plan(value: Any) -> tuple[Plan, ...]:
     if isinstance(value, Plan):
-        return value
+        return (value,)
     if not isinstance(value, (str, os.PathLike)):
         raise OptionError(
             f"plan={value!r}: expected a Plan, the path of a plan that Plan.save wrote, or a list of them"
         )
     try:
-        return Plan.load(value)
+        return plans_from_json(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"plan={os.fspath(value)!r} cannot be read: {error}") from error
 

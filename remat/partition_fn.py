@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +16,12 @@ import torch
 import torch.fx as fx
 
 from . import calibration
+from .collecting import is_collecting
 from .options import INNERS, Options
+from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.errors import OptionError
-from .passes.partition import Request, partition
-from .passes.plan import Plan
+from .passes.partition import Prepared, Request, choose, prepare, split
 from .passes.torch_private import CustomPartitionerFn
 from .version import __version__
 
@@ -42,8 +41,9 @@ class Partitioner(CustomPartitionerFn):
             stored=options.plans,
             key=self.plan_key,
         )
-        # A dump must be written each time, so what asks for one never hits a cache.
-        self._cache_key = self.plan_key if options.dump is None else f"{self.plan_key}-{uuid.uuid4().hex}"
+        self._is_reported = options.dump is not None or bool(options.logs)
+        # A report must be written each time, so what asks for one never hits a cache.
+        self._cache_key = f"{self.plan_key}-{uuid.uuid4().hex}" if self._is_reported else self.plan_key
 
     def __call__(  # type: ignore[override] # the base class has only **kwargs
         self,
@@ -54,11 +54,19 @@ class Partitioner(CustomPartitionerFn):
         **_: object,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
-        with _paused_collector():
-            split = partition(gm, self.request, num_fwd_outputs=num_fwd_outputs)
-        if self.options.dump is not None:
-            dump(split.plan, Path(self.options.dump))
-        return split.forward, split.backward
+        with paused_collector():
+            prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
+            chosen = choose(prepared, self.request)
+            if self._is_reported or is_collecting():
+                self._report(prepared, chosen)
+            halves = split(prepared, chosen)
+        return halves.forward, halves.backward
+
+    def _report(self, prepared: Prepared, chosen: Chosen) -> None:
+        """Dump and log a graph, before its halves are made."""
+        from .report.dumped import report_planned  # the report's own modules need this one
+
+        report_planned(prepared, chosen, folder=self.options.dump, logs=self.options.logs)
 
     def uuid(self) -> str:
         """What compile caches use beside the graph: the same text means the same plan."""
@@ -70,7 +78,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 @contextmanager
-def _paused_collector() -> Iterator[None]:
+def paused_collector() -> Iterator[None]:
     """Hold garbage collection: planning makes many objects that live on, and looking for cycles among them is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -124,14 +132,3 @@ def source_digest() -> str:
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-_numbers = itertools.count()
-
-
-def dump(plan: Plan, folder: Path) -> None:
-    """Write a plan as JSON and as text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"graph-{os.getpid()}-{next(_numbers):03}"
-    (folder / f"{stem}.json").write_text(plan.to_json(), encoding="utf-8")
-    (folder / f"{stem}.txt").write_text(plan.summary() + "\n", encoding="utf-8")

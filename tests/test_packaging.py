@@ -43,11 +43,12 @@ def test_only_top_level_name_of_the_wheel_is_remat(wheel: Path) -> None:
     assert {name for name in names if not name.endswith(".dist-info")} == {"remat"}
 
 
-def test_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
+def test_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {path.relative_to(ROOT).as_posix() for path in USER_SIDE}
     expected |= {f"remat/{path.relative_to(ROOT).as_posix()}" for path in PASSES}
-    assert expected | {"remat/py.typed"} <= names
+    data = {"remat/py.typed", *(f"remat/report/{name}" for name in ("schema.json", "page.css", "page.js"))}
+    assert expected | data <= names
 
 
 def test_wheel_imports_without_the_source_tree(wheel: Path, tmp_path: Path) -> None:

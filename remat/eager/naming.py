@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -10,6 +12,18 @@ from remat.eager.execution import local
 from remat.eager.recorder import Recorder
 
 T = TypeVar("T", bound=torch.Tensor)
+
+_watchers: list[Callable[[torch.Tensor, str], None]] = []
+
+
+@contextmanager
+def watched_names(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Tell somebody of every value that is named in eager code, in a region or not."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
 
 
 def note_name(tensor: T, name: str) -> T:
@@ -21,6 +35,8 @@ def note_name(tensor: T, name: str) -> T:
     has no effect on an argument of the region, which is kept anyway, on what an inner region returned, whose own
     policy holds, nor in a region without a policy; during a recomputation the forward's answers stand.
     """
+    for watch in _watchers:
+        watch(tensor, name)
     execution = local.execution
     if execution is not None:
         mode = execution.mode

@@ -1,0 +1,83 @@
+"""Trace and plan a function, and write down all that was found. Nothing is lowered, and nothing is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.fx as fx
+
+from ..capture import Captured, Split, capture
+from ..frontier import Progress
+from ..options import Options
+from ..partition_fn import Partitioner, paused_collector
+from ..passes.errors import RematError
+from ..passes.partition import Request, choose, prepare, split
+from .model import GraphReport
+from .record import report_graph
+from .report import Report, versions
+
+
+def explain(
+    function: Callable[..., Any],
+    *args: Any,
+    memory_budget: Any = None,
+    on_infeasible: str = "error",
+    inner: str = "inductor",
+    cost_model: Any = "roofline",
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Say what `torch.compile(function, backend="remat")` would keep and recompute for these inputs, and why.
+
+    `function` is a module or a function that is called with `args` and `kwargs`. It is traced with fake tensors, so a
+    model on the `meta` device may be larger than the machine. Nothing is run, unless a graph break makes it several
+    graphs: then it runs forward once, uncompiled. The options are those of `torch.compile(backend="remat")`. Progress
+    goes to stderr if that is a terminal, or as `progress` says.
+    """
+    asked = {"inner": inner, "cost_model": cost_model, "memory_budget": memory_budget, "on_infeasible": on_infeasible}
+    options = Options.parse(asked)
+    request = Partitioner(options).request
+    found: list[GraphReport] = []
+    with Progress(sys.stderr.isatty() if progress is None else progress, "explain") as say:
+
+        def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Split:
+            say(f"planning graph {len(found)}, {len(joint.graph.nodes)} nodes")
+            graph, halves = _explain_graph(joint, num_fwd_outputs, request)
+            found.append(graph)
+            return halves
+
+        say("tracing")
+        captured = capture(function, args, kwargs, visit, fuses=options.fuses)
+    if not found:
+        raise RematError(_nothing_to_plan(function, captured))
+    return Report(
+        graphs=tuple(found),
+        function=_name_of(function),
+        graph_breaks=captured.graph_breaks,
+        versions=versions(),
+    )
+
+
+def _explain_graph(joint: fx.GraphModule, num_fwd_outputs: int, request: Request) -> tuple[GraphReport, Split]:
+    with paused_collector():
+        prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
+        chosen = choose(prepared, request)
+        graph = report_graph(prepared, chosen)
+        halves = split(prepared, chosen)
+    return graph, (halves.forward, halves.backward)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _nothing_to_plan(function: Callable[..., Any], captured: Captured) -> str:
+    name = _name_of(function)
+    if not captured.num_graphs:
+        return f"explain({name}): this function calls no tensor operation that can be traced; there is nothing to plan."
+    return (
+        f"explain({name}): no result of this function needs a gradient, so there is no backward pass to plan for. "
+        "Give it parameters or inputs with requires_grad=True, and call explain outside of torch.no_grad()."
+    )

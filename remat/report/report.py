@@ -1,0 +1,121 @@
+"""The report: everything that explaining a function found, and its forms by file suffix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+
+from ..passes.errors import OptionError
+from ..passes.plan import Plan
+from ..version import __version__
+from .model import GraphReport
+from .why import Why, why
+
+if TYPE_CHECKING:
+    from ..frontier import Pareto
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every decision of every joint graph of a function."""
+
+    graphs: tuple[GraphReport, ...]
+    """In the order in which they were traced."""
+    function: str = ""
+    graph_breaks: tuple[str, ...] = ()
+    """Why there are several graphs, each with its line; empty if the function is one graph."""
+    versions: dict[str, str] = field(default_factory=dict)
+    pareto: Pareto | None = None
+    """The frontier of time and peak, if it was computed: it is drawn into the page."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each graph: what `options={"plan": ...}` takes."""
+        return tuple(graph.plan for graph in self.graphs)
+
+    def why(self, value: str | fx.Node) -> Why:
+        """Say why one value is kept or recomputed, and what would have to change for the other decision.
+
+        A value is named by its node, by the node's name in the dump, or by what `remat.name` called it.
+        """
+        return why(self.graphs, value.name if isinstance(value, fx.Node) else value)
+
+    def __str__(self) -> str:
+        from .text import summary
+
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        from .html import notebook_cell
+
+        return notebook_cell(self)
+
+    def to_text(self) -> str:
+        """The summary, then every graph line by line with its decisions."""
+        from .text import dump
+
+        return dump(self)
+
+    def to_json(self) -> str:
+        """Everything, in the form that the package's schema.json describes."""
+        from .stored import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """Read what `to_json` wrote."""
+        from .stored import from_json
+
+        return from_json(text)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Report:
+        """Read a report that `save` wrote as JSON."""
+        try:
+            return Report.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    def to_dot(self) -> str:
+        """Forward and backward in Graphviz's language."""
+        from .dot import dot
+
+        return dot(self)
+
+    def to_svg(self) -> str:
+        """Forward and backward as a picture."""
+        from .svg import svg
+
+        return svg(self)
+
+    def to_html(self) -> str:
+        """One page with all of it, that needs nothing but a browser."""
+        from .html import page
+
+        return page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report in the form that the file's suffix names: .txt, .json, .dot, .svg or .html."""
+        writers: dict[str, Callable[[], str]] = {
+            ".txt": self.to_text,
+            ".json": self.to_json,
+            ".dot": self.to_dot,
+            ".svg": self.to_svg,
+            ".html": self.to_html,
+        }
+        target = Path(path)
+        if target.suffix not in writers:
+            raise OptionError(f"{os.fspath(path)!r}: expected a file name that ends in {', '.join(writers)}")
+        target.write_text(writers[target.suffix](), encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """What made a report."""
+    return {"remat": __version__, "torch": torch.__version__}
