@@ -211,3 +211,19 @@ def test_copies_of_an_inner_regions_buffers_are_no_ops_to_the_policy_around(inne
     expected = gradient_of(lambda f: f, lambda f: f)
     marked = gradient_of(checkpoint_region(policy=inner_policy), checkpoint_region(policy=save_copies))
     assert torch.equal(marked, expected)
+
+
+def _counting_down(limit):
+    def go(x, n):
+        return x.sin() if n >= limit else _knot(x, n + 1)
+
+    return go
+
+
+_knot = _counting_down(3)
+
+
+def test_functions_that_lead_to_themselves_are_looked_at_once():
+    x = torch.randn(4, requires_grad=True)
+    checkpoint_region(lambda v: _knot(v, 0))(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterable
@@ -102,10 +103,12 @@ def reach_arguments(names: Iterable[Any], values: Iterable[Any], found: Reached)
 Todo = list[tuple[Name, Any, int]]  # objects still to be looked into, with their kinds
 
 
-def _finish(todo: Todo, found: Reached) -> None:
-    """Look into all that is left, nearest first, within the limit."""
+def _finish(todo: Todo, found: Reached, *, until_found: bool = False) -> None:
+    """Look into all that is left, nearest first, within the limit; or only until there is anything."""
     index = 0
     while index < len(todo) and len(found.visited) < _MAX_VISITS:
+        if until_found and not found.is_empty():
+            return
         name, value, kind = todo[index]
         index += 1
         if kind == CALLABLE:
@@ -288,12 +291,32 @@ def _find_variables(functions: Iterable[Any]) -> Variables:
     return tuple(found.values())
 
 
+class _BeingAsked(threading.local):
+    """Values that are being looked into, by id: some lead to themselves, as two functions that call each other do."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+
+
+_being_asked = _BeingAsked()
+
+
 def _leads_to_state(value: Any) -> bool:
     """True if tensors, modules or generators are found from a value on."""
-    found = Reached()
+    if id(value) in _being_asked.ids:
+        return False
+    _being_asked.ids.add(id(value))
+    try:
+        return _finds_state(value, Reached())
+    finally:
+        _being_asked.ids.discard(id(value))
+
+
+def _finds_state(value: Any, found: Reached) -> bool:
+    """True if looking into a value adds state to what has been found."""
     todo: Todo = []
     _meet("", value, found, todo)
-    _finish(todo, found)
+    _finish(todo, found, until_found=True)
     return not found.is_empty()
 
 
@@ -365,11 +388,7 @@ def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
     """True if an attribute of a module leads to state that is not that of the modules below it."""
     if kind_of(value) in (NOTHING, GENERATOR):
         return False
-    found = Reached(visited=dict(below))
-    todo: Todo = []
-    _meet("", value, found, todo)
-    _finish(todo, found)
-    return not found.is_empty()
+    return _finds_state(value, Reached(visited=dict(below)))
 
 
 def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
