@@ -23,6 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import remat
+
 BATCH, LENGTH, VOCAB = 4, 250, 1024
 MIB = 2**20
 
@@ -57,12 +59,12 @@ def main() -> None:
             "remat": torch.compile(model, backend="remat", options={"dump": folder}),
         }
         losses = {name: train(name, model, step, tokens, arguments.steps) for name, step in compiled.items()}
-        plans = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+        plans = [remat.Plan.load(path).summary() for path in sorted(Path(folder).glob("*.json"))]
 
     print("\nloss per step" + "".join(f"\n  {name:8}" + "".join(f"{x:10.6f}" for x in losses[name]) for name in losses))
     print("\nremat's plan")
     for plan in plans:
-        print(plan.rstrip())
+        print(plan)
 
     peaks = {name: activation_peak(model, step, tokens) for name, step in compiled.items()}
     print("\nmeasured activation peak (parameters and their gradients not counted)")
