@@ -301,7 +301,7 @@ def test_plan_with_shares_can_be_applied_again(tmp_path: Path) -> None:
 
 def test_region_budget_holds_for_inductor(tmp_path: Path) -> None:
     model = made(Stack)
-    remat.apply(model, "", memory_budget=0.8, policy=prefer_save)
+    remat.apply(model, "", memory_budget=0.9, policy=prefer_save)
     call = compiled(model, tmp_path, inner="inductor")
     torch.testing.assert_close(gradients(model, call), gradients(made(Stack)))
     (share,) = plan_of(tmp_path).shares
