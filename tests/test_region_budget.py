@@ -305,7 +305,7 @@ def by_output_size(call: remat.OpCall) -> float:
 
 def test_region_budget_holds_for_inductor(tmp_path: Path) -> None:
     model = made(Stack)
-    remat.apply(model, "", memory_budget=0.9, policy=prefer_save)
+    remat.apply(model, "", memory_budget=0.95, policy=prefer_save)
     # Prices of its own: what the search finds in few tries must not hang on the machine's.
     call = compiled(model, tmp_path, inner="inductor", cost_model=by_output_size)
     torch.testing.assert_close(gradients(model, call), gradients(made(Stack)))
