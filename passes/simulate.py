@@ -193,12 +193,12 @@ class _Run:
                     self.last[memory] = len(self.order) - 1
 
     def _simulation(self) -> Simulation:
+        if self.has_memory is not None:
+            self._write_over_inputs()
         changes = [0] * (len(self.order) + 1)
         for num_bytes, first, last in zip(self.num_bytes, self.first, self.last, strict=True):
             changes[first] += num_bytes
             changes[last + 1] -= num_bytes
-        if self.has_memory is not None:
-            self._write_over_inputs(changes)
         copies = self._copies()
         live, total = [], sum(copy.num_bytes for copy in copies)
         for change in changes[:-1]:
@@ -211,15 +211,12 @@ class _Run:
         )
         return Simulation(self.order, len(self.schedule.forward), tuple(live), (*copies, *memory))
 
-    def _write_over_inputs(self, changes: list[int]) -> None:
-        """A loop writes its result over an input of the same size that nobody reads later."""
-        taken: set[int] = set()
+    def _write_over_inputs(self) -> None:
+        """A loop writes its result over an input of the same size that nobody reads later: that one ends before it."""
         for memory, (num_bytes, moment) in enumerate(zip(self.num_bytes, self.first, strict=True)):
             if not num_bytes or not self.storages.is_fused[self.order[moment]]:
                 continue
-            for source in dict.fromkeys(m for s in self.reads[moment] for m in self.held[s] if m not in taken):
+            for source in dict.fromkeys(m for s in self.reads[moment] for m in self.held[s]):
                 if self.last[source] == moment and self.num_bytes[source] == num_bytes and source != memory:
-                    taken.add(source)
-                    changes[moment] -= num_bytes
-                    changes[moment + 1] += num_bytes
+                    self.last[source] = moment - 1
                     break

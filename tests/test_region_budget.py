@@ -299,15 +299,10 @@ def test_plan_with_shares_can_be_applied_again(tmp_path: Path) -> None:
     assert compiled_plan(model, tmp_path / "second", plan=plan).decisions == plan.decisions
 
 
-def by_output_size(call: remat.OpCall) -> float:
-    return 1e-9 * call.output_bytes
-
-
 def test_region_budget_holds_for_inductor(tmp_path: Path) -> None:
     model = made(Stack)
-    remat.apply(model, "", memory_budget=0.95, policy=prefer_save)
-    # Prices of its own: what the search finds in few tries must not hang on the machine's.
-    call = compiled(model, tmp_path, inner="inductor", cost_model=by_output_size)
+    remat.apply(model, "", memory_budget=0.8, policy=prefer_save)
+    call = compiled(model, tmp_path, inner="inductor")
     torch.testing.assert_close(gradients(model, call), gradients(made(Stack)))
     (share,) = plan_of(tmp_path).shares
     peak = measure.activation_peak(lambda: call(batch()).sum(), model.parameters(), counter="allocator")
