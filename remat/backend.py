@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from .capture import split_only
 from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
@@ -33,7 +34,10 @@ def remat(
         has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
         memory = KEEP_ORDER if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
-        return inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
+        compiled = inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
+        if partitioner.is_reported and not partitioner.num_planned:  # a cache had it, which keeps code and no reasons
+            split_only(gm, example_inputs, settings)
+        return compiled
     return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
 
 

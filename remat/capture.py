@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,15 @@ def _capture_broken(
     except Exception as error:
         raise _own_error(error) from error
     return backend.captured(reason)
+
+
+def split_only(gm: fx.GraphModule, example_inputs: list[Any], settings: Mapping[str, Any]) -> None:
+    """Do what inductor does with a Dynamo graph, settings' partition function included, up to generating code."""
+    try:
+        inductor_compile(gm, example_inputs, {**settings, "force_disable_caches": True}, inner_compile=_stop)
+    except Exception as error:
+        if not _has_cause(error, _Stop):
+            raise
 
 
 class _Backend:

@@ -29,8 +29,10 @@ from .version import __version__
 class Partitioner(CustomPartitionerFn):
     """Splits joint graphs by remat's plan; picklable, with a key that says all it depends on."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, is_seen_by_caches: bool = True) -> None:
         self.options = options
+        self.num_planned = 0
+        """Joint graphs that came by; none if all of a compilation was found in a cache."""
         cost_model = cost_model_of(options)
         self.plan_key = _plan_key(options, cost_model)
         self.request = Request(
@@ -42,8 +44,8 @@ class Partitioner(CustomPartitionerFn):
             key=self.plan_key,
         )
         self._is_reported = options.dump is not None or bool(options.logs)
-        # A report must be written each time, so what asks for one never hits a cache.
-        self._cache_key = f"{self.plan_key}-{uuid.uuid4().hex}" if self._is_reported else self.plan_key
+        is_cached = is_seen_by_caches or not self._is_reported
+        self._cache_key = self.plan_key if is_cached else f"{self.plan_key}-{uuid.uuid4().hex}"
 
     def __call__(  # type: ignore[override] # the base class has only **kwargs
         self,
@@ -54,13 +56,19 @@ class Partitioner(CustomPartitionerFn):
         **_: object,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph into forward and backward."""
+        self.num_planned += 1
         with paused_collector():
             prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
             chosen = choose(prepared, self.request)
-            if self._is_reported or is_collecting():
+            if self.is_reported:
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
         return halves.forward, halves.backward
+
+    @property
+    def is_reported(self) -> bool:
+        """Somebody wants to know what is planned."""
+        return self._is_reported or is_collecting()
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
         """Dump and log a graph, before its halves are made."""
@@ -98,7 +106,8 @@ def partitioner(*, inner: str = "inductor", **options: Any) -> Partitioner:
     """
     if inner not in INNERS:
         raise OptionError(f"inner={inner!r}: expected 'inductor' or 'aot_eager'")
-    return Partitioner(replace(Options.parse_own(options), inner=inner))
+    # Nobody would notice here that a cache was hit, so what asks for a report must never hit one.
+    return Partitioner(replace(Options.parse_own(options), inner=inner), is_seen_by_caches=False)
 
 
 def cost_model_of(options: Options) -> CostModel:

@@ -66,8 +66,10 @@ if sys.argv[1] == "second":
     train("a function", cost_model=defined_as("0.0"))
     train("the same function made again", cost_model=defined_as("0.0"))
     train("another source under the same name", cost_model=defined_as("1e6"))
-    train("a dump", dump=sys.argv[2])
-    train("a dump again", dump=sys.argv[2])
+    train("a dump", dump=sys.argv[2] + "/cached")
+    train("a dump again", dump=sys.argv[2] + "/cached")
+    with torch.compiler.config.patch(force_disable_caches=True):
+        train("a dump without caches", dump=sys.argv[2] + "/compiled")
     pretend_version("99.0")
     train("another version of remat")
 """
@@ -86,8 +88,13 @@ HIT, MISS = Lookup(1, 0, 0), Lookup(0, 1, 0)
 
 
 @pytest.fixture(scope="module")
-def lookups(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Lookup]]:
-    return run_in_two_processes(SCRIPT, tmp_path_factory.mktemp("cache"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def lookups(folder: Path) -> Mapping[str, Mapping[str, Lookup]]:
+    return run_in_two_processes(SCRIPT, folder)
 
 
 def run_in_two_processes(script: str, folder: Path) -> Mapping[str, Mapping[str, Lookup]]:
@@ -141,5 +148,17 @@ def test_change_misses(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -
 
 
 @pytest.mark.parametrize("what", ["a dump", "a dump again"])
-def test_dump_is_written_every_time(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
-    assert lookups["second"][what].num_hits == 0
+def test_asking_for_a_report_still_hits(lookups: Mapping[str, Mapping[str, Lookup]], what: str) -> None:
+    assert lookups["second"][what] == HIT
+
+
+def test_report_of_what_a_cache_held_equals_the_one_of_compiling_it(
+    lookups: Mapping[str, Mapping[str, Lookup]], folder: Path
+) -> None:
+    assert lookups["second"]["a dump without caches"].num_hits == 0
+    (compiled,) = reports_in(folder / "dumps" / "compiled")
+    assert reports_in(folder / "dumps" / "cached") == [compiled, compiled]
+
+
+def reports_in(folder: Path) -> list[str]:
+    return [file.read_text() for file in sorted(folder.glob("*.json"))]
