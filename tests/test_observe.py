@@ -11,7 +11,7 @@ from reported import Plain, Stack
 from torch import nn
 
 import remat
-from remat.report.counting import MemoryEvent, MemoryLog, alive_at_peak
+from remat.report.counting import MemoryEvent, MemoryLog, activation_peak, alive_at_peak
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -58,6 +58,18 @@ def test_inductor_is_measured_by_the_allocator() -> None:
     assert seen.counter == "allocator"
     assert seen.predicted_bytes is not None
     assert seen.measured.activation_bytes == pytest.approx(seen.predicted_bytes, rel=0.25)
+
+
+def test_values_that_inductor_allocates_have_the_names_of_its_code() -> None:
+    model, x = Stack(num_blocks=2), torch.randn(2, 16, 64)
+    step = torch.compile(model, backend="remat")
+    seen = remat.observe(step, x)
+    assert any(value.label == "attn_out" and value.region.startswith("block") for value in seen.alive)
+    assert all(value.node for value in seen.alive)
+    assert all(value.op for value in seen.alive if value.node.startswith("buf") and value.num_bytes > 64)
+    # Following the generated code must not keep its buffers alive.
+    unfollowed = activation_peak(lambda: step(x), model.parameters(), counter="allocator")
+    assert seen.measured.activation_bytes == unfollowed.activation_bytes
 
 
 def test_report_stands_in_for_a_step_that_was_compiled_before() -> None:

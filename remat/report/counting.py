@@ -44,6 +44,8 @@ Counter = Literal["dispatch", "allocator"]
 BACKWARD_MARK = "remat: backward starts"
 NoteOrigin = Callable[[int, Any, torch.UntypedStorage], None]
 """Told of every storage that an op allocates: its number, the op, and the storage."""
+NoteMark = Callable[[str, "Mapping[int, MemoryEvent]"], None]
+"""Told of every range in a profiler's record: its name, and what is alive then, by address."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,11 @@ def record_by_dispatch(
 # --- counting by the allocator's record -----------------------------------------------------------------------------
 
 
-def record_by_allocator(forward: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> MemoryLog:
+def record_by_allocator(
+    forward: Callable[[], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    note_mark: NoteMark | None = None,
+) -> MemoryLog:
     """Run a step under the profiler, and read the allocator's record."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         loss = forward()
@@ -311,10 +317,14 @@ def record_by_allocator(forward: Callable[[], torch.Tensor], parameters: Sequenc
         del loss
     # The public event list has no addresses; the event tree is what torch's own memory viewer reads.
     tree = profiler.profiler.kineto_results.experimental_event_tree()
-    return _log_from_tree(tree, _gradient_bytes_by_address(parameters))
+    return _log_from_tree(tree, _gradient_bytes_by_address(parameters), note_mark)
 
 
-def _log_from_tree(tree: Iterable[Any], gradient_bytes_by_address: Mapping[int, int]) -> MemoryLog:
+def _log_from_tree(
+    tree: Iterable[Any],
+    gradient_bytes_by_address: Mapping[int, int],
+    note_mark: NoteMark | None = None,
+) -> MemoryLog:
     """Number allocations (an address is used many times) and drop releases of older memory."""
     events: list[MemoryEvent] = []
     live: dict[int, MemoryEvent] = {}
@@ -324,6 +334,8 @@ def _log_from_tree(tree: Iterable[Any], gradient_bytes_by_address: Mapping[int, 
             backward_start = len(events)
             continue
         if record.typed[0].name != "Allocation":
+            if note_mark is not None:
+                note_mark(record.name, live)
             continue
         address, num_bytes = record.typed[1].ptr, record.typed[1].alloc_size
         if num_bytes > 0:

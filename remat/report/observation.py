@@ -1,7 +1,7 @@
 """Declared against observed: run one real step, and set its measured peak beside the predicted one.
 
-Eager code and graphs that run node by node are counted op by op, so what is alive at the peak has names. Kernels that
-inductor compiles allocate out of the dispatcher's sight; there the allocator's record gives the peak, without names.
+Eager code and graphs that run node by node are counted op by op. Kernels that inductor compiles allocate out of the
+dispatcher's sight; there the allocator's record gives the peak, and the variables of the generated code give names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from ..eager.user_code import is_user_code
 from ..passes.errors import OptionError
 from ..passes.plan import Plan
 from .counting import (
+    MemoryEvent,
     MemoryLog,
     Peak,
     alive_at_peak,
@@ -31,6 +32,7 @@ from .counting import (
     record_by_dispatch,
     summarise,
 )
+from .generated import buffer_of, buffers_marked
 from .model import GraphReport, NodeRow, printable, short_source, size
 from .report import Report
 
@@ -177,7 +179,7 @@ def _measured(
     origins = _Origins(graphs)
     with gc_disabled(), watched_names(origins.note_name):
         if any(plan.peak.executor == "inductor" for plan in plans):
-            log, counter = record_by_allocator(forward, leaves), "allocator"
+            log, counter = _counted_by_allocator(forward, leaves, origins), "allocator"
         else:
             log, counter = _counted_by_op(forward, leaves, origins)
     alive = [origins.of(number, num_bytes) for number, num_bytes in alive_at_peak(log).items()]
@@ -197,7 +199,14 @@ def _counted_by_op(
     origins.known.clear()
     for leaf in leaves:
         leaf.grad = None
-    return record_by_allocator(forward, leaves), "allocator"
+    return _counted_by_allocator(forward, leaves, origins), "allocator"
+
+
+def _counted_by_allocator(
+    forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], origins: _Origins
+) -> MemoryLog:
+    with buffers_marked():
+        return record_by_allocator(forward, leaves, origins.note_buffer)
 
 
 class _Origins:
@@ -246,6 +255,20 @@ class _Origins:
         if row is None or row.op != str(op) or (self.in_backward and self.runs_again):
             return None
         return row
+
+    def note_buffer(self, mark: str, live: Mapping[int, MemoryEvent]) -> None:
+        """Note which variable of generated code holds a storage; the last name counts, which backward gives."""
+        found = buffer_of(mark)
+        if found is None or found[0] not in live:
+            return
+        number, buffer = live[found[0]].storage, found[1]
+        row = self.rows.get(buffer.name)
+        if row is None:
+            before = self.known.get(number, Observed(0, ""))
+            named = replace(before, node=buffer.name, op=before.op or buffer.op)
+            self.known[number] = before if before.source else named
+        else:
+            self.known[number] = Observed(0, row.op, buffer.name, row.label, row.region, row.source)
 
     def note_name(self, tensor: torch.Tensor, label: str) -> None:
         """Note what the program calls a value in eager code."""
