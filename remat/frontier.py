@@ -144,6 +144,35 @@ class Pareto:
         ]
         return json.dumps({"format": FORMAT, "graph_break": self.graph_break, "graphs": graphs}, indent=1) + "\n"
 
+    @staticmethod
+    def from_json(text: str) -> Pareto:
+        """Read what `to_json` wrote."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no frontier: {error}") from error
+        if not isinstance(data, dict) or "graph_break" not in data:
+            raise ValueError("this is no frontier: expected a JSON object that `Pareto.save` wrote")
+        if data.get("format") != FORMAT:
+            raise ValueError(
+                f"this frontier has format {data.get('format')!r}; this version of remat reads format {FORMAT}"
+            )
+        try:
+            graphs = tuple(_frontier(graph) for graph in data["graphs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this frontier is damaged: {error}") from error
+        if not graphs or not all(graph.points for graph in graphs):
+            raise ValueError("this frontier is damaged: a graph has no points")
+        return Pareto(graphs, str(data["graph_break"]))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Pareto:
+        """Read a frontier that `save` wrote as JSON."""
+        try:
+            return Pareto.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
     def to_svg(self) -> str:
         """A chart of extra time over activation peak, a line per graph."""
         series = [
@@ -168,6 +197,14 @@ class Pareto:
             "<style>:root { color-scheme: light dark; font-family: system-ui, sans-serif; } body { max-width: 60rem; "
             f"margin: 2rem auto; padding: 0 1rem; }}</style>\n{self.to_svg()}<pre>{escape(str(self))}</pre>\n</html>\n"
         )
+
+
+def _frontier(data: dict[str, Any]) -> Frontier:
+    points = tuple(
+        Point(int(point["peak_bytes"]), float(point["extra_seconds"]), Plan.from_json(json.dumps(point["plan"])))
+        for point in data["points"]
+    )
+    return Frontier(points, int(data["peak_without_recompute_bytes"]), int(data["num_nodes"]))
 
 
 def _mark(point: Point, whole_bytes: int) -> Mark:

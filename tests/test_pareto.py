@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from measure import activation_peak
@@ -17,7 +19,8 @@ from torch import nn
 
 import remat
 from remat.chart import Mark, Series, chart, ticks
-from remat.frontier import Pareto, ladder, undominated
+from remat.frontier import FORMAT, Pareto, ladder, undominated
+from remat.report.stored import SCHEMA
 
 
 class Chain(nn.Module):
@@ -239,6 +242,35 @@ def test_json_holds_plans_that_can_be_loaded(tmp_path: Path) -> None:
     (graph,) = data["graphs"]
     assert [point["peak_bytes"] for point in graph["points"]] == [point.peak_bytes for point in frontier.points]
     assert Plan.from_json(json.dumps(graph["points"][-1]["plan"])) == frontier.points[-1].plan
+
+
+def test_frontier_survives_json(tmp_path: Path) -> None:
+    frontier = chain_frontier()
+    frontier.save(tmp_path / "pareto.json")
+    assert Pareto.load(tmp_path / "pareto.json") == frontier
+
+
+def test_frontier_in_a_report_survives_json_and_keeps_to_the_schema() -> None:
+    report = replace(remat.explain(*make_chain(), inner="aot_eager"), pareto=chain_frontier())
+    jsonschema.validate(json.loads(report.to_json()), json.loads(SCHEMA.read_text()))
+    assert remat.Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "this is no frontier"),
+        ("[]", "this is no frontier"),
+        ('{"graph_break": "", "format": 99}', "has format 99"),
+        ('{"graph_break": "", "format": FORMAT, "graphs": [{}]}', "damaged: 'points'"),
+        ('{"graph_break": "", "format": FORMAT, "graphs": []}', "damaged: a graph has no points"),
+    ],
+)
+def test_what_is_no_frontier_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "pareto.json"
+    file.write_text(text.replace("FORMAT", str(FORMAT)))
+    with pytest.raises(ValueError, match=rf"pareto\.json: this .*{message}|pareto\.json: {message}"):
+        Pareto.load(file)
 
 
 def test_svg_has_a_titled_mark_for_every_point(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ..frontier import Pareto
 from ..passes.plan import Plan
 from .model import Alive, GraphReport, NodeRow, Timeline
 from .report import Report
@@ -30,7 +31,10 @@ def to_json(report: Report) -> str:
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     graphs = ",\n".join(_graph_to_json(graph) for graph in report.graphs)
-    return "{\n" + ",\n".join([*lines, f'"graphs": [\n{graphs}\n]']) + "\n}\n"
+    lines.append(f'"graphs": [\n{graphs}\n]')
+    if report.pareto is not None:
+        lines.append(f'"pareto": {report.pareto.to_json().strip()}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _graph_to_json(graph: GraphReport) -> str:
@@ -65,7 +69,9 @@ def from_json(text: str) -> Report:
     try:
         graphs = tuple(_graph(graph) for graph in data["graphs"])
         breaks = tuple(str(reason) for reason in data["graph_breaks"])
-        return Report(graphs, str(data["function"]), breaks, {str(k): str(v) for k, v in data["versions"].items()})
+        versions = {str(k): str(v) for k, v in data["versions"].items()}
+        pareto = Pareto.from_json(json.dumps(data["pareto"])) if "pareto" in data else None
+        return Report(graphs, str(data["function"]), breaks, versions, pareto)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"this report is damaged: {error}") from error
 
