@@ -6,7 +6,8 @@
 Every model and inner compiler is measured in a process of its own. There remat compiles the step without a budget, for
 fractions of the peak without recomputation, and for the lowest peak it finds; the peers are eager, eager with
 torch.utils.checkpoint around every layer, and torch.compile with its own activation_memory_budget (with inductor).
-remat is then given each peer's measured peak as its budget. All steps are timed in turns. Gradients of every cell are
+remat is then given each peer's measured peak as its budget. All steps are timed in turns, by processor time: other
+processes disturb it less, and with one thread it is the time of the step. Gradients of every cell are
 compared with those of the same compiler without remat: bit for bit with aot_eager, up to rounding with inductor.
 
 A cell is marked OVER if its measured peak exceeds its budget by more than 2 %. The last lines say which of the criteria
@@ -165,8 +166,8 @@ class Bench:
             if name not in steps or baseline not in steps:
                 continue
             rival = f"{'eager' if cell.rival == CHECKPOINT else 'torch'} {cell.rival}"
-            rival_ratio = times.median_of_ratios(name, rival) if cell.rival else None
-            self.cells[number] = with_times(cell, times.median_of_ratios(name, baseline), rival_ratio)
+            rival_ratio = times.cpu_median_of_ratios(name, rival) if cell.rival else None
+            self.cells[number] = with_times(cell, times.cpu_median_of_ratios(name, baseline), rival_ratio)
 
     def _compile(self, **kwargs: Any) -> Step:
         """Compile the whole step into one graph that returns nothing but the loss."""

@@ -192,8 +192,9 @@ def _mixtral(
     length: int,
 ) -> Built:
     transformers = _require("transformers")
+    # The bench size has the proportions of Mixtral-8x7B: experts 3.5 times, vocabulary 7.8 times as wide as a layer.
     config = transformers.MixtralConfig(
-        vocab_size=vocab, hidden_size=width, intermediate_size=width * 2, num_hidden_layers=layers,
+        vocab_size=vocab, hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=length,
         num_local_experts=experts, num_experts_per_tok=2, attention_dropout=dropout, sliding_window=None,
         output_router_logits=True, use_cache=False, attn_implementation=attention,
@@ -392,7 +393,7 @@ ZOO: Mapping[str, Entry] = {
         Entry(
             "mixtral", _mixtral,
             {"tiny": {**_TINY_TEXT, "experts": 4, "dropout": 0.1},
-             "bench": {"dropout": 0.0, "vocab": 2048, "width": 128, "layers": 6, "heads": 4, "experts": 4, "batch": 5,
+             "bench": {"dropout": 0.0, "vocab": 1000, "width": 128, "layers": 6, "heads": 4, "experts": 4, "batch": 5,
                        "length": 250}},
             takes_attention=True,
         ),

@@ -7,6 +7,7 @@ U-Net) are part of every boundary that they cross; whoever holds one boundary ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +21,10 @@ MAX_BLOCKS = 64
 
 FEW_BLOCKS = 12
 """A stretch with more than this part of all bytes is split also where the crossing bytes stay as they are."""
+
+HIGHEST_HILL = 8
+"""A point is left out if more than this many times the bytes cross it that cross narrower points on both sides: who
+undoes what follows it has to hold what crosses, and may need that for nothing but recomputing."""
 
 UNCROSSABLE = 2**80
 """Bytes of a value that may not be saved: no block ends where it is still to be read."""
@@ -101,7 +106,29 @@ def _narrow_points(crossing: Sequence[int], content: Sequence[int]) -> list[int]
         for k in lows
         if start < k < end
     ]
-    return sorted({*valleys, *flat})
+    return _without_hills(crossing, sorted({*valleys, *flat}))
+
+
+def _without_hills(crossing: Sequence[int], points: Sequence[int]) -> list[int]:
+    """Drop points on a hill between two valleys that are far narrower."""
+    before, after = _lower_before(crossing, points), _lower_before(crossing, points[::-1])[::-1]
+    return [
+        k
+        for k, left, right in zip(points, before, after, strict=True)
+        if crossing[k] <= HIGHEST_HILL * max(left, right)
+    ]
+
+
+def _lower_before(crossing: Sequence[int], points: Sequence[int]) -> list[float]:
+    """Per point, the bytes at the nearest point before it where fewer cross; beyond measure if there is none."""
+    lower: list[float] = []
+    rising: list[int] = []
+    for k in points:
+        while rising and crossing[rising[-1]] >= crossing[k]:
+            rising.pop()
+        lower.append(crossing[rising[-1]] if rising else math.inf)
+        rising.append(k)
+    return lower
 
 
 def _valleys(crossing: Sequence[int]) -> list[int]:

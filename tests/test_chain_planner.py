@@ -53,6 +53,21 @@ def test_blocks_end_where_only_the_stream_crosses() -> None:
     assert not last.crossing
 
 
+def test_no_block_ends_on_a_hill_between_narrow_points() -> None:
+    with FakeTensorMode():
+        p = Program()
+        stream = p.linear(p.given(WIDTH), WIDTH)
+        hill = p.linear(stream, 16 * WIDTH)
+        for _ in range(3):  # two hill values are alive while one is made of the other, then one: a high valley
+            hill = p.tanh(hill)
+        stream = p.linear(hill, WIDTH)
+        problem = p.problem(p.tanh(p.linear(p.tanh(stream), WIDTH)))
+    widest = max(problem.num_bytes(v) for v in range(len(problem.bases)))
+    blocks = find_blocks(problem)
+    assert len(blocks) > 1
+    assert all(problem.num_bytes(v) < widest for block in blocks for v in block.crossing)
+
+
 def test_blocks_are_all_of_forward_and_all_of_backward_in_order() -> None:
     problem = residual_blocks(4)
     blocks = find_blocks(problem)
