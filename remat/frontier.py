@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -26,8 +27,12 @@ from .passes.budget import Budget, Offer, Planner
 from .passes.choose import write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
+from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
-from .passes.plan import Plan, mebibytes
+from .passes.plan import Plan, RegionShare, mebibytes
+from .passes.region_budget import Found, choose_within_shares
+from .passes.shares import Shares
+from .passes.storage import Storages
 from .passes.verify import verify_schedule
 
 FORMAT = 1
@@ -261,30 +266,79 @@ def _plan_graph(
     problem, storages = prepared.problem, prepared.storages
     planner = Planner(problem, storages)
     whole = planner.without_recompute.peak_bytes
+    shares = Shares.find(problem.graph)
+    asks = _under_regions(problem, storages, shares) if shares.budgets else _under_none(planner)
+    found = undominated(_offers(asks, f"{len(problem.graph.nodes)} nodes", num_budgets, say))
     points = []
-    for offer in undominated(_offers(planner, num_budgets, say)):
+    for offer in found:
         verify_schedule(problem.graph, problem.constraints, offer.schedule)
         chosen = write_plan(
-            problem, storages, offer, request.key, budget_bytes=offer.peak_bytes, without_recompute_bytes=whole
+            problem,
+            storages,
+            offer,
+            request.key,
+            budget_bytes=offer.peak_bytes,
+            without_recompute_bytes=whole,
+            shares=asks.shares_of(offer),
         )
-        extra_ticks = offer.extra_ticks - planner.fastest.extra_ticks
-        points.append(Point(offer.peak_bytes, max(extra_ticks, 0) / TICKS_PER_SECOND, chosen.plan))
-    halves = split(prepared, write_plan(problem, storages, planner.fastest, request.key))
+        extra_ticks = offer.extra_ticks - found[0].extra_ticks
+        points.append(Point(offer.peak_bytes, extra_ticks / TICKS_PER_SECOND, chosen.plan))
+    halves = split(prepared, write_plan(problem, storages, found[0], request.key))
     return Frontier(tuple(points), whole, len(problem.graph.nodes)), (halves.forward, halves.backward)
 
 
-def _offers(planner: Planner, num_budgets: int, say: Say) -> Iterator[Offer]:
+@dataclass(frozen=True, slots=True)
+class _Asks:
+    """What a frontier asks of the planners."""
+
+    extremes: Callable[[], Sequence[Offer]]
+    """The fastest plan first, the one with the lowest peak last."""
+    within: Callable[[int], Offer | None]
+    shares_of: Callable[[Offer], tuple[RegionShare, ...]]
+
+
+def _under_none(planner: Planner) -> _Asks:
+    """Plan for the graph's peak alone."""
+    return _Asks(
+        extremes=lambda: (planner.fastest, planner.without_recompute, planner.lowest),
+        within=planner.within,
+        shares_of=lambda _: (),
+    )
+
+
+def _under_regions(problem: FlowProblem, storages: Storages, shares: Shares) -> _Asks:
+    """Plan for the graph's peak with the budgets of its regions kept at the same time."""
+    found_by_offer: dict[int, Found] = {}
+
+    def choose(budget_bytes: int | None) -> Offer:
+        budget = None
+        if budget_bytes is not None:
+            budget = Budget(text="pareto", num_bytes=budget_bytes, take_minimum=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a budget is out of reach is what the frontier is asked for
+            found = choose_within_shares(problem, storages, shares, budget, take_minimum=False)
+        found_by_offer[id(found.offer)] = found
+        return found.offer
+
+    return _Asks(
+        extremes=lambda: (choose(None), choose(1)),
+        within=choose,
+        shares_of=lambda offer: found_by_offer[id(offer)].shares,
+    )
+
+
+def _offers(asks: _Asks, size: str, num_budgets: int, say: Say) -> Iterator[Offer]:
     """Ask for ever smaller budgets; one that the last plan keeps within anyway would give that plan again."""
-    size = f"{len(planner.problem.graph.nodes)} nodes"
     say(f"{size}: looking for the lowest peak")
-    yield from (planner.fastest, planner.without_recompute, planner.lowest)
-    reached = planner.fastest.peak_bytes
-    budgets = ladder(reached, planner.lowest.peak_bytes, num_budgets)
+    fastest, *_, lowest = extremes = asks.extremes()
+    yield from extremes
+    reached = fastest.peak_bytes
+    budgets = ladder(reached, lowest.peak_bytes, num_budgets)
     for number, budget_bytes in enumerate(budgets, start=1):
         if reached <= budget_bytes:
             continue
         say(f"{size}: budget {number} of {len(budgets)}, {mebibytes(budget_bytes).strip()}")
-        offer = planner.within(budget_bytes)
+        offer = asks.within(budget_bytes)
         if offer is not None:
             reached = offer.peak_bytes
             yield offer

@@ -232,6 +232,18 @@ def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
         remat.pareto(*make_chain(), **options)
 
 
+def test_budgets_of_regions_hold_in_every_point() -> None:
+    model, x = make_chain()
+    remat.apply(model, "", memory_budget=0.8, name="chain")
+    free, bound = chain_frontier(), remat.pareto(model, x, inner="aot_eager", num_budgets=3)
+    assert len(bound.points) > 1
+    assert not any(point.plan.shares for point in free.points)
+    for point in bound.points:
+        (share,) = point.plan.shares
+        assert 0 < share.predicted_bytes <= share.budget_bytes
+        assert point.plan.peak.num_bytes == point.peak_bytes
+
+
 # --- files and progress ------------------------------------------------------------------------------------------
 
 
