@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from remat.eager.frames import Frame
+from remat.eager.hooks import is_called_by_fsdp
 from remat.eager.makers import Made, Makers
 from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.rng import OpRngState
@@ -113,6 +114,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the forward, and keep its output if the policy says so."""
+        if self.has_fsdp and is_called_by_fsdp():
+            return func(*args, **kwargs) if kwargs else func(*args)
         key = id(func)
         is_saved = self._known.get(key)
         if is_saved is not None and not self.num_suspensions:

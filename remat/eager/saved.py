@@ -16,6 +16,7 @@ import torch
 
 from remat.eager.errors import CheckpointError
 from remat.eager.offload import Offloaded, offload
+from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
 from remat.eager.state import version_of
 from remat.passes.torch_private import DispatchKey, SetExcludeDispatchKeyGuard, tree_leaves, tree_map
@@ -203,3 +204,17 @@ def storage_id(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
         return id(tensor)
+
+
+def write_again(facts: OpFacts, args: Any, value: Any) -> Any:
+    """Give an op's arguments what the op wrote to them in forward, and return what it returned."""
+    if facts.updates_in_place:
+        return args[0].copy_(value)
+    written, out = value
+    targets = [t for i in facts.mutates if i < len(args) for t in tensors_of(args[i])]
+    with torch.no_grad():
+        for target, source in zip(targets, tensors_of(written), strict=True):
+            target.copy_(source)
+    # Tensors that such an op returns are those that it wrote to, in their order.
+    return_values = iter(targets)
+    return map_tensors(lambda tensor: next(return_values, tensor), out)
