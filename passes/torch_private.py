@@ -120,6 +120,7 @@ __all__ = [
     "constant_in_graphs",
     "current_graph_task_id",
     "current_graph_task_keeps_graph",
+    "default_store",
     "find_symbol_binding_fx_nodes",
     "free_symbols",
     "fx_current_meta",
@@ -493,6 +494,13 @@ def watched_collectives() -> AbstractContextManager[Any]:
 def unwatched_collectives() -> AbstractContextManager[Any]:
     """Run collectives as they are."""
     return _ExcludeDispatchKeyGuard(DispatchKeySet(_dispatch_key_parse(_WATCH_KEY_NAME)))  # type: ignore[no-any-return]
+
+
+def default_store() -> Any:
+    """The store that the ranks of torch.distributed's default group share; None where it is only pretended."""
+    from torch.distributed.distributed_c10d import _get_default_store, get_backend
+
+    return None if "fake" in str(get_backend()) else _get_default_store()
 
 
 def wait_for(work: Any) -> None:
