@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,15 @@ GROUP_SECONDS = 20.0
 """How long a collective waits for the other ranks, unless a test says otherwise."""
 ANSWER_SECONDS = 180.0
 """How long a rank may take for one test function before the group is given up."""
+
+PRELOADED = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "remat",
+)
+"""What ranks need that takes seconds to import: imported once, before they are forked."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,15 @@ class Ranks:
         self.num_ranks, self.group_seconds = num_ranks, group_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="remat-ranks-")
         self._num_runs = 0
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "remat"])
+        context.set_forkserver_preload(list(PRELOADED))
         self._links, self._processes = [], []
-        for rank in range(num_ranks):
+        for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, theirs, dict(os.environ)), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.num_ranks, theirs, _environment()), daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
@@ -71,6 +84,8 @@ class Ranks:
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run a function on every rank; return its result or a `Failure` for each."""
         self._num_runs += 1
+        if not self._processes:  # given up after a test that hung
+            self._start()
         file = str(Path(self._folder.name) / f"group{self._num_runs}")
         request = pickle.dumps((function, args, kwargs, file, self.group_seconds))
         for link in self._links:
@@ -86,11 +101,15 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(5)
             return Failure("Death", f"died with exit code {self._processes[rank].exitcode}")
-        self.close()
+        self._end()
         raise AssertionError(f"rank {rank} gave no answer within {ANSWER_SECONDS:.0f} s: the ranks hang")
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes for good."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         for link in self._links:
             link.close()
         for process in self._processes:
@@ -98,7 +117,21 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._folder.cleanup()
+        self._links, self._processes = [], []
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two ranks that serve all tests."""
+    with ranks_for(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four ranks that serve all tests."""
+    with ranks_for(4) as ranks:
+        yield ranks
 
 
 @contextlib.contextmanager
@@ -109,6 +142,16 @@ def ranks_for(num_ranks: int, group_seconds: float = GROUP_SECONDS) -> Iterator[
         yield ranks
     finally:
         ranks.close()
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a rank: as `fresh_compiler` of conftest.py, in words."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
 
 
 def _serve(rank: int, num_ranks: int, link: Any, environment: dict[str, str]) -> None:

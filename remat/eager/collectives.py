@@ -18,10 +18,9 @@ import torch
 import torch.distributed
 
 from remat.eager.execution import Execution, local
-from remat.eager.hooks import is_called_by_fsdp
+from remat.eager.hooks import calling_module, is_called_by_fsdp
 from remat.eager.ops import OpFacts, op_facts
 from remat.eager.saved import Entry, OnMutation, open_segment, tensors_of, write_again
-from remat.passes.module_path import current_module_path
 from remat.passes.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
@@ -89,7 +88,7 @@ class _OneCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _next_key(execution: Execution, func: Any) -> Any:
     """Tell one collective of a region from another: by op, by the module that calls it, and by number."""
-    caller = (id(func), current_module_path())
+    caller = (id(func), calling_module())
     counts = execution.num_collectives = execution.num_collectives or {}
     number = counts[caller] = counts.get(caller, -1) + 1
     return caller, number

@@ -13,9 +13,10 @@ from typing import Any
 
 from remat.passes.torch_private import MODULE_CALL_CODES
 
-_FSDP_FOLDER = "/torch/distributed/fsdp/"
 # By identity: the hash of a code object is computed from all of it.
-_ends = {id(code) for code in MODULE_CALL_CODES}
+_MODULE_CALLS = {id(code) for code in MODULE_CALL_CODES}
+_FSDP_FOLDER = "/torch/distributed/fsdp/"
+_ends = set(_MODULE_CALLS)
 
 
 def ends_search(code: CodeType) -> None:
@@ -36,3 +37,11 @@ def is_called_by_fsdp() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def calling_module() -> int:
+    """Identify the module inside the running region that the op belongs to, by its forward or its hooks; 0 if none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and id(frame.f_code) not in _ends:
+        frame = frame.f_back
+    return id(frame.f_locals.get("self")) if frame is not None and id(frame.f_code) in _MODULE_CALLS else 0
