@@ -503,6 +503,13 @@ def default_store() -> Any:
     return None if "fake" in str(get_backend()) else _get_default_store()
 
 
+def completed_work() -> Any:
+    """The handle of a collective that is done, as c10d's ops return it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
 def wait_for(work: Any) -> None:
     """Wait for an asynchronous collective, given what its op returned."""
     from torch._C._distributed_c10d import Work

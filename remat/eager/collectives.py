@@ -20,7 +20,7 @@ import torch.distributed
 from remat.eager.execution import Execution, local
 from remat.eager.hooks import calling_module, is_called_by_fsdp
 from remat.eager.ops import OpFacts, op_facts
-from remat.eager.saved import Entry, OnMutation, open_segment, tensors_of, write_again
+from remat.eager.saved import Entry, OnMutation, answer, open_segment, tensors_of, without_handles
 from remat.passes.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
@@ -69,7 +69,10 @@ class _OneCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._execution = execution
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run or answer one op."""
+        """Run or answer one op.
+
+        What was kept without a copy and changed since is communicated once more, on all ranks alike.
+        """
         kwargs = kwargs or {}
         facts = op_facts(func)
         if not facts.is_pending:
@@ -78,8 +81,8 @@ class _OneCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay = self._execution.replay
         reference = replay.entries.get(key) if replay is not None else None
         entry = reference() if reference is not None else None
-        if entry is not None:
-            return write_again(facts, args, entry.take()) if facts.mutates else entry.take()
+        if entry is not None and not entry.is_changed:
+            return answer(facts, args, entry)
         out = func(*args, **kwargs)
         if self._execution.task is None and replay is None:
             _keep(self._execution, key, facts, args, out)
@@ -95,24 +98,35 @@ def _next_key(execution: Execution, func: Any) -> Any:
 
 
 def _keep(execution: Execution, key: Any, facts: OpFacts, args: Any, out: Any) -> None:
-    """Keep a copy of a result: the program may go on to change it in place, where nobody sees that."""
+    """Keep a result for the recomputation."""
     assert execution.frame is not None
-    value: Any = out
-    if facts.mutates:
-        if not facts.updates_in_place:
-            _wait(out)
-            value = ([args[i] for i in facts.mutates if i < len(args)], out)
-    else:
-        for tensor in tensors_of(out):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-    entry = Entry(value, OnMutation.COPY, is_written=True)
+    entry = _entry(facts, args, out)
     segment = open_segment(execution.frame)
     segment.items.append(entry)
     segment.store.entries[key] = weakref.ref(entry)
 
 
-def _wait(out: Any) -> None:
-    """Wait for a collective that writes in place: c10d's ops return what they wrote to and a handle."""
+def _entry(facts: OpFacts, args: Any, out: Any) -> Entry:
+    """Copy a result, since the program may go on to change it in place, where nobody sees that.
+
+    That takes waiting for it. Where the program itself does not wait, as with messages that ranks send each other
+    crosswise, it is kept without a copy: whether it was changed is seen by its version when it is needed.
+    """
+    if not facts.mutates:
+        for tensor in tensors_of(out):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return Entry(without_handles(out), OnMutation.COPY, is_written=True)
+    kept = ([args[i] for i in facts.mutates if i < len(args)], without_handles(out))
+    if not _is_waited_for(facts.op, args):
+        return Entry(kept, OnMutation.RAISE)
     for part in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(part, torch.ScriptObject):
             wait_for(part)
+    return Entry(kept, OnMutation.COPY, is_written=True)
+
+
+def _is_waited_for(op: Any, args: Any) -> bool:
+    """True for a collective in place whose caller waits for it at once."""
+    names = [argument.name for argument in op._schema.arguments]
+    position = names.index("async_op") if "async_op" in names else len(args)
+    return position < len(args) and not args[position]

@@ -25,6 +25,7 @@ from remat.eager.saved import (
     open_segment,
     storage_id,
     tensors_of,
+    without_handles,
 )
 from remat.eager.selective_mode import SelectiveMode, support_compiled_code
 from remat.eager.user_code import nearest_user_line
@@ -194,6 +195,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             if not facts.runs_once:
                 return  # writes to several places: running it again is the only way to have them all
             out = ([args[i] for i in facts.mutates if i < len(args)], out)
+        if facts.is_pending:
+            out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
             self._add(key, OffloadedEntry(out))
         else:

@@ -10,7 +10,7 @@ from remat.eager.execution import local
 from remat.eager.hooks import is_called_by_fsdp
 from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
-from remat.eager.saved import OffloadedEntry, Store, write_again
+from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
@@ -63,8 +63,7 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         reference = store.entries.get((key, number))
         entry = reference() if reference is not None else None
         if entry is not None:
-            facts = op_facts(func)
-            return write_again(facts, args, entry.take()) if facts.mutates else entry.take()
+            return answer(op_facts(func), args, entry)
         if key in self._limits or number >= store.counts.get(key, 0):
             self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))
