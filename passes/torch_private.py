@@ -464,7 +464,8 @@ def redirect_compiled_code_to(mode: type[TorchDispatchMode]) -> None:
 
 # A dispatch key that torch itself leaves alone: ops without a kernel for it never notice that it is set.
 _WATCH_KEY_NAME = "TESTING_ONLY_GenericMode"
-_watch_libraries: list[torch.library.Library] = []
+_watch_libraries: list[Any] = []
+"""Registrations last as long as these objects."""
 
 
 def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> None:
@@ -472,7 +473,7 @@ def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> 
 
     A dispatch mode would do the same at some microseconds per op of any kind; this costs other ops nothing.
     """
-    fallback = torch.library.Library("_", "IMPL")
+    fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, _WATCH_KEY_NAME)
     _watch_libraries.append(fallback)
     wanted = frozenset(namespaces)
@@ -481,26 +482,29 @@ def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> 
         if namespace in wanted:
             op = getattr(getattr(getattr(torch.ops, namespace), name), schema.overload_name or "default")
             full_name = f"{name}.{schema.overload_name}" if schema.overload_name else name
-            library = torch.library.Library(namespace, "IMPL")
+            library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
             library.impl(full_name, partial(kernel, op), _WATCH_KEY_NAME)
             _watch_libraries.append(library)
 
 
 def watched_collectives() -> AbstractContextManager[Any]:
     """Hand collectives to the kernel that watches them, on this thread."""
-    return _IncludeDispatchKeyGuard(_dispatch_key_parse(_WATCH_KEY_NAME))  # type: ignore[no-any-return]
+    return _IncludeDispatchKeyGuard(_dispatch_key_parse(_WATCH_KEY_NAME))
 
 
 def unwatched_collectives() -> AbstractContextManager[Any]:
     """Run collectives as they are."""
-    return _ExcludeDispatchKeyGuard(DispatchKeySet(_dispatch_key_parse(_WATCH_KEY_NAME)))  # type: ignore[no-any-return]
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(_dispatch_key_parse(_WATCH_KEY_NAME)))
 
 
 def default_store() -> Any:
-    """The store that the ranks of torch.distributed's default group share; None where it is only pretended."""
-    from torch.distributed.distributed_c10d import _get_default_store, get_backend
+    """A part of the store that the ranks of torch.distributed's default group share, for remat alone.
 
-    return None if "fake" in str(get_backend()) else _get_default_store()
+    None for a pretended group (backend "fake"), whose store keeps nothing.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend
+
+    return None if "fake" in str(get_backend()) else PrefixStore("remat", _get_default_store())
 
 
 def completed_work() -> Any:

@@ -49,7 +49,7 @@ class Job:
 
     def first(self, key: str, value: str) -> str:
         """Offer a value under a key, and return the one that was offered first."""
-        found = self._asked(lambda: self.store.compare_set(key, "", value))
+        found: bytes = self._asked(lambda: self.store.compare_set(key, "", value))
         return found.decode()
 
     def put(self, key: str, text: str) -> None:
@@ -82,8 +82,7 @@ def current_job() -> Job | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = default_store()
-    # A pretended group (backend "fake") has a store that keeps nothing.
-    return None if store is None else Job(dist.PrefixStore("remat", store), dist.get_rank())
+    return None if store is None else Job(store, dist.get_rank())
 
 
 # -------------------------------------------------------------------------------------------------- prices
