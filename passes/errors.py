@@ -26,6 +26,10 @@ class PlanMismatch(RematError):
     """A stored plan was made for another graph."""
 
 
+class RankMismatch(RematError):
+    """Ranks that train together have different plans for one graph, or cannot agree on one."""
+
+
 class VerificationError(RematError):
     """A plan or an extracted graph breaks the rules it was made under; it is refused instead of being run."""
 

@@ -171,8 +171,8 @@ _SEEDED = _names(
 # Its kernel returns its input's storage although the schema does not say so.
 _SILENT_VIEWS = _names("_unsafe_view _reshape_alias")
 # Libraries whose every op talks to other ranks, or acts on storages, streams or generators behind the graph's back.
-_COLLECTIVE_NAMESPACES = frozenset(
-    ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor"]
+COLLECTIVE_NAMESPACES = frozenset(
+    ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor", "symm_mem"]
 )
 _EFFECTFUL_NAMESPACES = frozenset(["fsdp", "inductor", "streams", "ao", "rngprims"])
 
@@ -226,8 +226,8 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_view=is_view,
         is_random=is_random,
         draws_seed=name in _SEEDS,
-        is_collective=op.namespace in _COLLECTIVE_NAMESPACES,
-        is_wait=op.namespace in _COLLECTIVE_NAMESPACES and "wait_tensor" in name,
+        is_collective=op.namespace in COLLECTIVE_NAMESPACES,
+        is_wait=op.namespace in COLLECTIVE_NAMESPACES and "wait_tensor" in name,
         is_effectful=op.namespace in _EFFECTFUL_NAMESPACES,
         is_mutating=op._schema.is_mutable,
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,

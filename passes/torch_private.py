@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,10 +19,17 @@ import torch.fx as fx
 # What the eager engine needs.
 import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey as DispatchKey
+from torch._C import (
+    DispatchKeySet,
+    _dispatch_key_parse,
+    _ExcludeDispatchKeyGuard,
+    _get_dispatch_mode,
+    _IncludeDispatchKeyGuard,
+    _TorchDispatchModeKey,
+)
 from torch._C import Generator as Generator
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _get_graph_exec_group as get_graph_exec_group
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
@@ -113,6 +120,7 @@ __all__ = [
     "constant_in_graphs",
     "current_graph_task_id",
     "current_graph_task_keeps_graph",
+    "default_store",
     "find_symbol_binding_fx_nodes",
     "free_symbols",
     "fx_current_meta",
@@ -153,6 +161,9 @@ __all__ = [
     "tracer",
     "tree_leaves",
     "tree_map",
+    "unwatched_collectives",
+    "watch_collectives",
+    "watched_collectives",
     "without_modes",
 ]
 
@@ -447,6 +458,67 @@ def redirect_compiled_code_to(mode: type[TorchDispatchMode]) -> None:
     from torch._higher_order_ops.wrap import inductor_compiled_code
 
     redirect_to_mode(inductor_compiled_code, mode)
+
+
+# -------------------------------------------------------------------------------------------------- collectives
+
+# A dispatch key that torch itself leaves alone: ops without a kernel for it never notice that it is set.
+_WATCH_KEY_NAME = "TESTING_ONLY_GenericMode"
+_watch_libraries: list[Any] = []
+"""Registrations last as long as these objects."""
+
+
+def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> None:
+    """Have `kernel(op, *args, **kwargs)` called instead of every op of some libraries, where they are watched.
+
+    A dispatch mode would do the same at some microseconds per op of any kind; this costs other ops nothing.
+    """
+    fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    fallback.fallback(torch.library.fallthrough_kernel, _WATCH_KEY_NAME)
+    _watch_libraries.append(fallback)
+    wanted = frozenset(namespaces)
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace in wanted:
+            op = getattr(getattr(getattr(torch.ops, namespace), name), schema.overload_name or "default")
+            full_name = f"{name}.{schema.overload_name}" if schema.overload_name else name
+            library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+            library.impl(full_name, partial(kernel, op), _WATCH_KEY_NAME)
+            _watch_libraries.append(library)
+
+
+def watched_collectives() -> AbstractContextManager[Any]:
+    """Hand collectives to the kernel that watches them, on this thread."""
+    return _IncludeDispatchKeyGuard(_dispatch_key_parse(_WATCH_KEY_NAME))
+
+
+def unwatched_collectives() -> AbstractContextManager[Any]:
+    """Run collectives as they are."""
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(_dispatch_key_parse(_WATCH_KEY_NAME)))
+
+
+def default_store() -> Any:
+    """A part of the store that the ranks of torch.distributed's default group share, for remat alone.
+
+    None for a pretended group (backend "fake"), whose store keeps nothing.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend
+
+    return None if "fake" in str(get_backend()) else PrefixStore("remat", _get_default_store())
+
+
+def completed_work() -> Any:
+    """The handle of a collective that is done, as c10d's ops return it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def wait_for(work: Any) -> None:
+    """Wait for an asynchronous collective, given what its op returned."""
+    from torch._C._distributed_c10d import Work
+
+    (work if isinstance(work, Work) else Work.unbox(work)).wait()
 
 
 # -------------------------------------------------------------------------------------------------- regions in graphs

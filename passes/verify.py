@@ -7,6 +7,7 @@ neither is trusted: what they decided is checked against the constraints, and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch.fx as fx
@@ -49,12 +50,22 @@ def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Sched
                 f"`{graph.nodes[i].name}` is recomputed although it may not be: {constraint.no_recompute.value}"
             )
         there.add(i)
+    _check_collectives(graph, schedule)
     missing = [i for i in graph.backward_order if i not in there]
     missing += [
         graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node) and graph.resolve(o) not in there
     ]
     if missing:
         raise VerificationError(f"backward never computes `{graph.nodes[missing[0]].name}`")
+
+
+def _check_collectives(graph: JointGraph, schedule: Schedule) -> None:
+    """Collectives run in the order of the program, so that ranks with different plans still meet each other."""
+    for order in (schedule.forward, schedule.events):
+        found = [i for i in order if (op := graph.facts[i]) is not None and op.is_collective]
+        if found != sorted(found):
+            late = next(a for a, b in pairwise(found) if a > b)
+            raise VerificationError(f"the collective `{graph.nodes[late].name}` is moved ahead of an earlier one")
 
 
 def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:

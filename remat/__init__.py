@@ -11,6 +11,7 @@ from .passes.errors import (
     InfeasibleCut,
     OptionError,
     PlanMismatch,
+    RankMismatch,
     RematError,
     VerificationError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "OptionError",
     "Plan",
     "PlanMismatch",
+    "RankMismatch",
     "RematError",
     "Report",
     "VerificationError",

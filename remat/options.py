@@ -24,6 +24,7 @@ CostFunction = Callable[[OpCall], float]
 INNERS = ("inductor", "aot_eager")
 LOGS = ("plan",)
 COST_MODELS = ("roofline", "flops", "profile")
+RANKS = ("agree", "check", "alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Options:
     """Where a budget cannot be met, take the lowest plan."""
     plans: tuple[Plan, ...] = ()
     """Plans made earlier that are to be applied."""
+    ranks: str = "agree"
+    """What holds between the ranks of a job: they use one plan per graph, must find the same one, or plan alone."""
     dump: str | None = None
     """A folder that gets every graph's plan."""
     logs: tuple[str, ...] = ()
@@ -69,17 +72,26 @@ class Options:
         on_infeasible = given.pop("on_infeasible", "error")
         budget = parse_budget(given.pop("memory_budget", None), on_infeasible)
         plans = _plans(given.pop("plan", None))
+        ranks = given.pop("ranks", "agree")
+        if ranks not in RANKS:
+            raise OptionError(f"ranks={ranks!r}: expected {_listed(RANKS)}")
         if plans and budget is not None:
             raise OptionError("plan and memory_budget: a stored plan has its own peak; give one or the other")
         for name in given:
             raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
         take_minimum = on_infeasible == "minimum"
         return Options(
-            cost_model=cost_model, budget=budget, take_minimum=take_minimum, plans=plans, dump=dump, logs=_logs()
+            cost_model=cost_model,
+            budget=budget,
+            take_minimum=take_minimum,
+            plans=plans,
+            ranks=ranks,
+            dump=dump,
+            logs=_logs(),
         )
 
 
-PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "dump")
+PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "ranks", "dump")
 OWN_OPTIONS = ("inner", *PLAN_OPTIONS)
 
 

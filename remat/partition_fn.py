@@ -22,7 +22,8 @@ from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.errors import OptionError
 from .passes.partition import Prepared, Request, choose, prepare, split
-from .passes.torch_private import CustomPartitionerFn
+from .passes.torch_private import CustomPartitionerFn, without_modes
+from .ranks import Job, agree, current_job, job_name, shared_machines
 from .version import __version__
 
 
@@ -33,7 +34,8 @@ class Partitioner(CustomPartitionerFn):
         self.options = options
         self.num_planned = 0
         """Joint graphs that came by; none if all of a compilation was found in a cache."""
-        cost_model = cost_model_of(options)
+        job = self._job()
+        cost_model = cost_model_of(options, job)
         self.plan_key = _plan_key(options, cost_model)
         self.request = Request(
             cost_model=cost_model,
@@ -44,8 +46,13 @@ class Partitioner(CustomPartitionerFn):
             key=self.plan_key,
         )
         self._is_reported = options.dump is not None or bool(options.logs)
-        is_cached = is_seen_by_caches or not self._is_reported
-        self._cache_key = self.plan_key if is_cached else f"{self.plan_key}-{uuid.uuid4().hex}"
+        self._cache_key = self.plan_key
+        if self._is_reported and (not is_seen_by_caches or options.cost_model == "profile"):
+            # Planning again would not say what a cache holds: nobody sees that it was hit, or prices vary.
+            self._cache_key = f"{self.plan_key}-{uuid.uuid4().hex}"
+        elif job is not None and options.cost_model == "profile":
+            # Prices that were measured in an earlier job may have led to another plan than those of this one.
+            self._cache_key = f"{self.plan_key}-{job_name(job)}"
 
     def __call__(  # type: ignore[override] # the base class has only **kwargs
         self,
@@ -59,7 +66,7 @@ class Partitioner(CustomPartitionerFn):
         self.num_planned += 1
         with paused_collector():
             prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
-            chosen = choose(prepared, self.request)
+            chosen = self._agreed(prepared, choose(prepared, self.request))
             if self.is_reported:
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
@@ -69,6 +76,20 @@ class Partitioner(CustomPartitionerFn):
     def is_reported(self) -> bool:
         """Somebody wants to know what is planned."""
         return self._is_reported or is_collecting()
+
+    def _job(self) -> Job | None:
+        """The ranks that are to have the same plans."""
+        return None if self.options.ranks == "alone" else current_job()
+
+    def _agreed(self, prepared: Prepared, chosen: Chosen) -> Chosen:
+        """The plan that holds on all ranks."""
+        job, options = self._job(), self.options
+        if job is None:
+            return chosen
+        # Plans that a user gives are not given up for those of another rank.
+        is_strict = options.ranks == "check" or bool(options.plans)
+        with without_modes():  # a store may run ops
+            return agree(job, prepared, chosen, asked=_asked(options), is_strict=is_strict)
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
         """Dump and log a graph, before its halves are made."""
@@ -110,9 +131,11 @@ def partitioner(*, inner: str = "inductor", **options: Any) -> Partitioner:
     return Partitioner(replace(Options.parse_own(options), inner=inner), is_seen_by_caches=False)
 
 
-def cost_model_of(options: Options) -> CostModel:
+def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
     """Build the cost model that the options ask for."""
     machines = calibration.machines()
+    if job is not None:
+        machines = shared_machines(job, machines)
     if callable(options.cost_model):
         return Callback(machines, options.fuses, function=options.cost_model)
     models: Mapping[str, Callable[..., CostModel]] = {
@@ -129,6 +152,16 @@ def _plan_key(options: Options, cost_model: CostModel) -> str:
     asked = f"{options.budget} {options.take_minimum} {options.fuses} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def _asked(options: Options) -> str:
+    """What a plan is made for, in words that do not differ between ranks that were given the same options."""
+    budget = "none" if options.budget is None else options.budget.text
+    model = getattr(options.cost_model, "__qualname__", options.cost_model)
+    stored = "a stored plan" if options.plans else "no stored plan"
+    infeasible = "minimum" if options.take_minimum else "error"
+    inner = "inductor" if options.fuses else "node by node"
+    return f"memory_budget {budget}, on_infeasible {infeasible}, cost_model {model}, {stored}, run by {inner}"
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+from ranks import four_ranks, two_ranks  # noqa: F401 (fixtures)
 
 with warnings.catch_warnings():
     # Inductor's own modules use torch's deprecated scripting while they are imported; the first test that compiles

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager import rng
+from remat.eager import collectives, rng
 from remat.eager.ambient import Ambient
 from remat.eager.arguments import SavedArguments
 from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
 from remat.eager.execution import Execution, local
 from remat.eager.frames import Frame
+from remat.eager.hooks import ends_search
 from remat.eager.reach import generators_of, reach, reach_arguments
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
@@ -119,7 +120,10 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
         outer_mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
     push_saved_tensors_hooks(pack, unpack)
     try:
-        if forward_context is None:
+        if execution.mode is None and collectives.may_run():
+            with collectives.watched():
+                out = _call_under(forward_context or nullcontext(), function, args, kwargs)
+        elif forward_context is None:
             out = function(*args, **kwargs)
         else:
             out = _call_under(forward_context, function, args, kwargs)
@@ -256,3 +260,7 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
         frame.rng.seal()
     if frame.state is not None:
         frame.state.seal()
+
+
+ends_search(_run_with_grad.__code__)
+ends_search(_call_under.__code__)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Execution:
     """A running forward or recomputation of a region on this thread."""
 
-    __slots__ = ("frame", "mode", "num_children", "replay", "task")
+    __slots__ = ("frame", "mode", "num_children", "num_collectives", "replay", "task")
 
     def __init__(self, frame: Frame | None, replay: Store | None, task: Any = None) -> None:
         self.frame = frame
@@ -21,6 +21,7 @@ class Execution:
         self.task = task  # the backward pass that this is a recomputation for; None in a forward
         self.mode: Any = None
         self.num_children = 0
+        self.num_collectives: dict[Any, int] | None = None  # seen so far, by op and module
 
 
 class _Local(threading.local):

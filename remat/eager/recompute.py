@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remat.eager import collectives
 from remat.eager.determinism import (
     Metadata,
     Mismatch,
@@ -22,6 +23,7 @@ from remat.eager.determinism import (
 )
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import local
+from remat.eager.hooks import ends_search
 from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard, version_of
 from remat.passes.module_path import current_module_path
@@ -95,6 +97,9 @@ class Recomputation:
         """Run the function until all that is wanted has been saved; return its result if it gets there."""
         push_saved_tensors_hooks(self._pack_hook(), _identity)
         try:
+            if self._frame.store is not None and self._frame.selective is None:
+                with collectives.watched():  # of which the store has results
+                    return function(*args, **kwargs)
             return function(*args, **kwargs)
         except _StopRecomputation as stop:
             if stop is not self.stop:
@@ -264,3 +269,6 @@ def _where_am_i(caller: Any) -> str:
         frame = frame.f_back
     inside = f" in module {f'{path}: ' if path else ''}{' in '.join(names)}" if names else ""
     return f"at {_save_point(caller)}{inside}"
+
+
+ends_search(Recomputation.call.__code__)

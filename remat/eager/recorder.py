@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from remat.eager.frames import Frame
+from remat.eager.hooks import is_called_by_fsdp
 from remat.eager.makers import Made, Makers
 from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.rng import OpRngState
@@ -24,6 +25,7 @@ from remat.eager.saved import (
     open_segment,
     storage_id,
     tensors_of,
+    without_handles,
 )
 from remat.eager.selective_mode import SelectiveMode, support_compiled_code
 from remat.eager.user_code import nearest_user_line
@@ -113,6 +115,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the forward, and keep its output if the policy says so."""
+        if self.has_fsdp and is_called_by_fsdp():
+            return func(*args, **kwargs) if kwargs else func(*args)
         key = id(func)
         is_saved = self._known.get(key)
         if is_saved is not None and not self.num_suspensions:
@@ -191,6 +195,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             if not facts.runs_once:
                 return  # writes to several places: running it again is the only way to have them all
             out = ([args[i] for i in facts.mutates if i < len(args)], out)
+        if facts.is_pending:
+            out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
             self._add(key, OffloadedEntry(out))
         else:

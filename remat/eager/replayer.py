@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import torch
-
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import local
-from remat.eager.ops import CAST, SAC_IGNORED_OPS, OpFacts, is_cached_cast, op_facts, op_key
+from remat.eager.hooks import is_called_by_fsdp
+from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
-from remat.eager.saved import OffloadedEntry, Store, map_tensors, tensors_of
+from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
@@ -49,6 +48,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
+        if self.has_fsdp and is_called_by_fsdp():
+            return func(*args, **kwargs) if kwargs else func(*args)
         if not self.num_suspensions:
             limit = self._limits.get(id(func))
             if limit:
@@ -62,8 +63,7 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         reference = store.entries.get((key, number))
         entry = reference() if reference is not None else None
         if entry is not None:
-            facts = op_facts(func)
-            return _write_again(facts, args, entry.take()) if facts.mutates else entry.take()
+            return answer(op_facts(func), args, entry)
         if key in self._limits or number >= store.counts.get(key, 0):
             self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))
@@ -85,17 +85,3 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             f"{f' in module {path}' if path else ''}. Likely cause: a cache that grew, control flow on data, "
             "train and eval mode, or other state that changed in between."
         )
-
-
-def _write_again(facts: OpFacts, args: Any, value: Any) -> Any:
-    """Give an op's arguments what the op wrote to them in forward, and return what it returned."""
-    if facts.updates_in_place:
-        return args[0].copy_(value)
-    written, out = value
-    targets = [t for i in facts.mutates if i < len(args) for t in tensors_of(args[i])]
-    with torch.no_grad():
-        for target, source in zip(targets, tensors_of(written), strict=True):
-            target.copy_(source)
-    # Tensors that such an op returns are those that it wrote to, in their order.
-    return_values = iter(targets)
-    return map_tensors(lambda tensor: next(return_values, tensor), out)

@@ -16,9 +16,10 @@ import torch
 
 from remat.eager.errors import CheckpointError
 from remat.eager.offload import Offloaded, offload
+from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
 from remat.eager.state import version_of
-from remat.passes.torch_private import DispatchKey, SetExcludeDispatchKeyGuard, tree_leaves, tree_map
+from remat.passes.torch_private import DispatchKey, SetExcludeDispatchKeyGuard, completed_work, tree_leaves, tree_map
 
 _VERSION_COUNTING = DispatchKey.ADInplaceOrView
 
@@ -52,6 +53,12 @@ class Entry:
     def val(self) -> Any:
         """The value itself."""
         return self._value
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the value, kept without a copy, was changed in place."""
+        pairs = zip(tensors_of(self._value), self._versions, strict=True)
+        return not self._is_copy and any(version_of(tensor) > version for tensor, version in pairs)
 
     def before_mutation(self, storages: set[int]) -> None:
         """Take a copy if one of the storages is about to be changed."""
@@ -87,6 +94,8 @@ class OffloadedEntry:
 
     def __init__(self, value: Any) -> None:
         self._value = map_tensors(offload, value)
+
+    is_changed = False
 
     @property
     def val(self) -> Any:
@@ -203,3 +212,34 @@ def storage_id(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
         return id(tensor)
+
+
+class _Handle:
+    """Stands for the handle of a collective, which keeps its tensors alive and may not be waited for twice."""
+
+
+def without_handles(value: Any) -> Any:
+    """Leave the handles out of what a collective returned."""
+    return tree_map(lambda x: _Handle() if isinstance(x, torch.ScriptObject) else x, value)
+
+
+def answer(facts: OpFacts, args: Any, entry: AnyEntry) -> Any:
+    """Return what an op returned in forward, and give its arguments what it wrote to them."""
+    value = entry.take()
+    if facts.is_pending:
+        value = tree_map(lambda x: completed_work() if isinstance(x, _Handle) else x, value)
+    return _write_again(facts, args, value) if facts.mutates else value
+
+
+def _write_again(facts: OpFacts, args: Any, value: Any) -> Any:
+    """Give an op's arguments what the op wrote to them in forward, and return what it returned."""
+    if facts.updates_in_place:
+        return args[0].copy_(value)
+    written, out = value
+    targets = [t for i in facts.mutates if i < len(args) for t in tensors_of(args[i])]
+    with torch.no_grad():
+        for target, source in zip(targets, tensors_of(written), strict=True):
+            target.copy_(source)
+    # Tensors that such an op returns are those that it wrote to, in their order.
+    return_values = iter(targets)
+    return map_tensors(lambda tensor: next(return_values, tensor), out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from remat.eager.hooks import is_fsdp_loaded
 from remat.passes.torch_private import TorchDispatchMode
 
 
@@ -13,6 +14,7 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_suspensions = 0
+        self.has_fsdp = is_fsdp_loaded()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from remat.eager.errors import CheckpointError
+from remat.eager.hooks import is_fsdp_loaded
 from remat.eager.reach import Name, Reached, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
@@ -164,7 +165,7 @@ class BufferState:
 class WatchedState:
     """What a region's forward could read besides its arguments, as it was at entry."""
 
-    __slots__ = ("_parameters", "_tensors", "_versions", "buffers")
+    __slots__ = ("_identities", "_parameters", "_tensors", "_versions", "buffers")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
@@ -180,6 +181,9 @@ class WatchedState:
                     with_buffers.append((_join(root, name), child))
         self.buffers = BufferState(with_buffers, region_key) if with_buffers else None
         self._versions = self._read_versions()
+        # FSDP puts gathered parameters in the place of sharded ones while a module runs; their versions have
+        # nothing to do with each other.
+        self._identities = [id(tensor) for _, tensor in self._named()] if is_fsdp_loaded() else None
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, reference in self._tensors:
@@ -211,6 +215,9 @@ class WatchedState:
             return moved  # a different length: parameters came or went, and positions no longer tell
         named = zip(self._named(), self._versions, now, strict=True)
         changed = [item for item, before, after in named if before != after]
+        if self._identities is not None:
+            before = dict(zip([name for name, _ in self._named()], self._identities, strict=True))
+            changed = [(name, tensor) for name, tensor in changed if before[name] == id(tensor)]
         return moved + [(name, tensor) for name, tensor in changed if tensor is not None]
 
 
