@@ -68,6 +68,7 @@ class RegionOperator(HigherOrderOperator):
             policy=self.policy,
             preserve_rng_state=self.region.preserve_rng_state,
             budget=self.region.budget,
+            disk_folder=self.region.disk_folder,
         )
 
     def _call_broken(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -144,7 +145,8 @@ def operator_of(region: RegionOptions) -> RegionOperator:
 def operator_name(region: RegionOptions) -> str:
     """A name that differs whenever regions differ in anything that shows in what is compiled."""
     policy = "" if region.policy is None else fingerprint(normalise_policy(region.policy))
-    options = (region.preserve_rng_state, region.determinism_check, region.early_stop, region.debug)
+    switches = (region.preserve_rng_state, region.determinism_check, region.early_stop, region.debug)
+    options = (*switches, region.disk_folder)
     digest = hashlib.sha256(repr((region.name, policy, region.memory_budget, options)).encode()).hexdigest()[:16]
     return f"remat_{_identifier(region.name)}_{_identifier(_short_name(region.policy))}_{digest}"
 

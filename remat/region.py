@@ -7,6 +7,7 @@ Dynamo traces, the operator that carries the region into the graph.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,9 +46,16 @@ class RegionOptions:
     determinism_check: str = "default"
     early_stop: bool = True
     debug: bool = False
+    offload: str = "cpu"
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         _ = self.budget  # what is wrong with it is said where the region is marked
+
+    @property
+    def disk_folder(self) -> str | None:
+        """Where values go that the policy offloads; None for host memory."""
+        return self.offload_folder
 
     @property
     def budget(self) -> Budget | None:
@@ -60,7 +68,9 @@ class RegionOptions:
 
     def eager_spec(self) -> RegionSpec:
         """Return the same for the eager engine's recomputation, which has no use for a budget."""
-        selective = None if self.policy is None else Selective(normalise_policy(self.policy))
+        selective = None
+        if self.policy is not None:
+            selective = Selective(normalise_policy(self.policy), disk_folder=self.disk_folder)
         return RegionSpec(
             name=self.name,
             preserve_rng_state=self.preserve_rng_state,
@@ -87,12 +97,14 @@ def checkpoint_region(
     determinism_check: str = "default",
     early_stop: bool = True,
     debug: bool = False,
+    offload: str = "cpu",
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> Callable[[F], F]: ...
 def checkpoint_region(function: Any = None, *, name: str | None = None, **options: Any) -> Any:
     """Mark a function, method or module: what it computes is dropped after forward, recomputed in backward.
 
-    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the
-    region.
+    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the region. What
+    a policy offloads waits in host memory, or with `offload="disk"` in a file in `offload_folder`.
     """
     if function is None:
         if not torch.compiler.is_dynamo_compiling():
@@ -103,11 +115,18 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(checkpoint_region(name=name, **options)(function.__func__))
     check_markable(function)
-    check_options(name, options, _OPTION_NAMES)
-    region = RegionOptions(name=name or _default_name(function), **options)
+    region = region_options(name or _default_name(function), options)
     if isinstance(function, nn.Module):
         return _mark_module(function, region)
     return _mark_function(function, region)
+
+
+def region_options(name: str, options: dict[str, Any]) -> RegionOptions:
+    """What was said about a region, with options that were checked, or an error that says which one is wrong."""
+    check_options(name, options, _OPTION_NAMES)
+    if options.get("offload_folder") is not None:
+        options = {**options, "offload_folder": os.path.abspath(options["offload_folder"])}
+    return RegionOptions(name=name, **options)
 
 
 def _default_name(function: Any) -> str:
@@ -230,4 +249,4 @@ def _mark_while_traced(function: Any, name: str | None, options: dict[str, Any])
 @constant_in_graphs
 def operator_of_options(name: str, **options: Any) -> Any:
     """Return the operator of a region that is marked while Dynamo traces."""
-    return operator_of(RegionOptions(name=name, **options))
+    return operator_of(region_options(name, options))
