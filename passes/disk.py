@@ -45,7 +45,7 @@ class Arena:
         self._end = 0
         try:
             os.makedirs(folder, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="remat_", buffering=0)
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="remat_", buffering=0)  # noqa: SIM115 - open for good
         except OSError as error:
             raise OffloadError(
                 f"offload to disk: no file can be made in {folder} ({error.strerror}). Give an offload_folder that "

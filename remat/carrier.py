@@ -56,7 +56,7 @@ class RegionOperator(HigherOrderOperator):
             return self._call_broken(body, args, kwargs)
         if tracer() is not None:
             return self._trace(body, args)
-        if is_faking():
+        if is_faking() or _writes_to_inputs(body):
             return run_body(body, *args)
         return self.runner(body, args, kwargs)
 
@@ -110,6 +110,30 @@ class RegionOperator(HigherOrderOperator):
                 "is saved."
             )
             warnings.warn_explicit(text, UserWarning, file or "unknown", int(number or 0))
+
+
+_WRITERS = frozenset({"batch_norm", "instance_norm", "setitem", "iadd", "isub", "imul", "itruediv"})
+
+
+def _writes_to_inputs(body: fx.GraphModule) -> bool:
+    """True for a body that changes module state which the compiler made an argument of it.
+
+    Only a backend that runs captured graphs as they are calls one for real. Nothing in the graph tells such a buffer
+    from a tensor of the user's, so that it could be put back for a replay, and the body is run as plain code.
+    """
+    return any(
+        argument.op == "placeholder"
+        for part in body.modules()
+        if isinstance(part, fx.GraphModule)  # regions inside are bodies of their own
+        for node in part.graph.nodes
+        if node.op in ("call_function", "call_method") and _may_write(node.target)
+        for argument in node.all_input_nodes
+    )
+
+
+def _may_write(target: Any) -> bool:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def has_budgeted_region(gm: fx.GraphModule) -> bool:

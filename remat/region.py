@@ -1,6 +1,6 @@
 """`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
 
-`_call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
+`call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
 Dynamo traces, the operator that carries the region into the graph.
 """
 
@@ -140,7 +140,7 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _call_region(function, args, kwargs, region, run)
+        return call_region(function, args, kwargs, region, run)
 
     return marked
 
@@ -176,10 +176,10 @@ class RegionForward:
         if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
             # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
             module: Any = self.module()
-            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.run)
+            return call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.run)
         if torch.compiler.is_dynamo_compiling():
-            return _call_region(self.own, args, kwargs, self.region, self.run)
-        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.run)
+            return call_region(self.own, args, kwargs, self.region, self.run)
+        return call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.run)
 
     def _forward_of_caller(self, frame: FrameType) -> Any:
         """Return the forward of the module that is being called: a shallow copy has this object too."""
@@ -224,7 +224,7 @@ def remove_region(module: nn.Module) -> None:
         module.__dict__["forward"] = forward.own
 
 
-def _call_region(
+def call_region(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, run: Runner
 ) -> Any:
     """Hand a call of marked code to an engine."""

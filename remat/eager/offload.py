@@ -47,6 +47,11 @@ class Offloaded:
         tensor.record_stream(stream)
         return host
 
+    @property
+    def host(self) -> torch.Tensor:
+        """The tensor where it waits."""
+        return self._host
+
     def prefetch(self) -> None:
         """Start copying back, in the order in which this is asked."""
         if self._device.type == "cpu" or self._loaded is not None:
@@ -79,14 +84,20 @@ class OnDisk:
         with DisableTorchDispatch():  # to policies and counters this is no op of the user's
             self._stored = DiskTensor(tensor, folder)
 
+    @property
+    def host(self) -> torch.Tensor:
+        """The tensor in host memory, over the file's pages."""
+        with DisableTorchDispatch():
+            return self._stored.read()
+
     def prefetch(self) -> None:
         """Let the system read the file ahead."""
         self._stored.expect()
 
     def load(self) -> torch.Tensor:
         """Return the tensor on its device. On the CPU it is the file's pages, and a write to it copies the page."""
-        with DisableTorchDispatch():
-            return self._stored.read().to(self._device)
+        host = self.host
+        return host if self._device.type == "cpu" else host.to(self._device)
 
 
 Away = Offloaded | OnDisk

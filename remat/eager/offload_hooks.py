@@ -8,8 +8,9 @@ without keeping the memory that it belongs to.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,11 @@ class Packed:
             self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the counter alone is left
         self._number, self._waiting = len(waiting), waiting
         waiting.append(weakref.ref(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give device and host tensor, the pair that torch's own hooks pack: what looks into a graph expects it."""
+        away = self._away
+        yield from (self._counter.device, self._counter if away is None else away.host)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor as it was when it was saved; raise if it was changed in place since."""
