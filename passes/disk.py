@@ -7,6 +7,7 @@ tensor that is read back is the file's pages themselves, and writing to it chang
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import ctypes
 import functools
@@ -45,12 +46,13 @@ class Arena:
         self._end = 0
         try:
             os.makedirs(folder, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="remat_", buffering=0)  # noqa: SIM115 - open for good
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="remat_", buffering=0)  # noqa: SIM115 - until exit
         except OSError as error:
             raise OffloadError(
                 f"offload to disk: no file can be made in {folder} ({error.strerror}). Give an offload_folder that "
                 "this process may write to."
             ) from error
+        atexit.register(self._file.close)
         _warn_if_in_memory(folder)
 
     @property
