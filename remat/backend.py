@@ -11,6 +11,7 @@ from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
 from .passes.fusion import may_fuse
+from .passes.out_of_memory import advising
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
@@ -33,18 +34,21 @@ def remat(
         has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
         memory = KEEP_ORDER if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
-        return inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
-    return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
+        compiled = inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
+        return advising(compiled, "compiled code", partitioner.peak_bytes)
+    compiler = _graph_compiler(parsed.inner, partitioner)
+    return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
 
 
-def _graph_compiler(inner: Inner) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+def _graph_compiler(
+    inner: Inner, partitioner: Partitioner
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     """The inner compiler, with what it returns made to take its inputs as a list, so that they can be freed early."""
-    if not callable(inner):
-        return run_graph_as_is
-    compile_graph = inner
+    compile_graph = inner if callable(inner) else run_graph_as_is
 
     def compile_boxed(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compiled = compile_graph(gm, example_inputs)
-        return compiled if getattr(compiled, "_boxed_call", False) else boxed(compiled)
+        compiled = compiled if getattr(compiled, "_boxed_call", False) else boxed(compiled)
+        return advising(compiled, "compiled code", partitioner.peak_bytes)
 
     return compile_boxed

@@ -41,6 +41,7 @@ class Partitioner(CustomPartitionerFn):
             stored=options.plans,
             key=self.plan_key,
         )
+        self._peak_bytes: int | None = None
         self._is_reported = options.dump is not None or bool(options.logs)
         # A report must be written each time, so what asks for one never hits a cache.
         self._cache_key = f"{self.plan_key}-{uuid.uuid4().hex}" if self._is_reported else self.plan_key
@@ -60,7 +61,12 @@ class Partitioner(CustomPartitionerFn):
             if self._is_reported or is_collecting():
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
+        self._peak_bytes = chosen.plan.peak.num_bytes
         return halves.forward, halves.backward
+
+    def peak_bytes(self) -> int | None:
+        """The predicted activation peak of the graph that was split last; None if it came from a cache."""
+        return self._peak_bytes
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
         """Dump and log a graph, before its halves are made."""
