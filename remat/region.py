@@ -224,6 +224,21 @@ def remove_region(module: nn.Module) -> None:
         module.__dict__["forward"] = forward.own
 
 
+class RegionCall:
+    """Calls functions as regions, in the manner of `torch.utils.checkpoint`; copied and pickled by its options."""
+
+    def __init__(self, region: RegionOptions) -> None:
+        self.region = region
+        self.run = runner_of(region)
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function as a region."""
+        return call_region(function, args, kwargs, self.region, self.run)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegionCall, (self.region,)
+
+
 def call_region(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, run: Runner
 ) -> Any:

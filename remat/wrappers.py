@@ -29,8 +29,7 @@ from remat import compat, policies
 from remat.eager.offload_hooks import OffloadHooks
 from remat.marking import check_offload
 from remat.passes.torch_private import peek_functorch_stack, targets_of_wrap_policy
-from remat.planned import runner_of
-from remat.region import RegionOptions, call_region, region_options
+from remat.region import RegionCall, region_options
 
 __all__ = [
     "ActivationWrapper",
@@ -119,20 +118,6 @@ def _rename(state: dict[str, Any], names: list[tuple[str, str]]) -> None:
 # ------------------------------------------------------------------------------------------------------ recomputation
 
 
-class _Region:
-    """Calls functions as regions; copied and pickled by what the user said of it."""
-
-    def __init__(self, region: RegionOptions) -> None:
-        self.region = region
-        self.run = runner_of(region)
-
-    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return call_region(function, args, kwargs, self.region, self.run)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Region, (self.region,)
-
-
 class CheckpointWrapper(ActivationWrapper):
     """A module whose activations are dropped after forward and computed again in backward."""
 
@@ -148,17 +133,17 @@ class CheckpointWrapper(ActivationWrapper):
             is_reentrant = checkpoint_fn_kwargs.pop("use_reentrant")
             checkpoint_impl = CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT
         self.checkpoint_impl = checkpoint_impl
-        self._traced_fn: _Region | None = None
+        self._traced_fn: RegionCall | None = None
         if checkpoint_fn is not None:
             self.checkpoint_fn: Callable[..., Any] = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
         elif checkpoint_impl is CheckpointImpl.REENTRANT:
             self.checkpoint_fn = functools.partial(compat.checkpoint, use_reentrant=True, **checkpoint_fn_kwargs)
-            self._traced_fn = _Region(region_options(type(mod).__name__, checkpoint_fn_kwargs))
+            self._traced_fn = RegionCall(region_options(type(mod).__name__, checkpoint_fn_kwargs))
         elif "context_fn" in checkpoint_fn_kwargs:
             self.checkpoint_fn = functools.partial(compat.checkpoint, use_reentrant=False, **checkpoint_fn_kwargs)
         else:
             name = checkpoint_fn_kwargs.pop("name", None) or type(mod).__name__
-            self.checkpoint_fn = _Region(region_options(name, checkpoint_fn_kwargs))
+            self.checkpoint_fn = RegionCall(region_options(name, checkpoint_fn_kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module as a region."""
@@ -172,8 +157,8 @@ class CheckpointWrapper(ActivationWrapper):
     def name_region(self, name: str) -> None:
         """Call the region by a name in plans and messages, unless it was given one."""
         made = self.checkpoint_fn
-        if isinstance(made, _Region) and made.region.name == type(self._checkpoint_wrapped_module).__name__:
-            self.checkpoint_fn = _Region(replace(made.region, name=name))
+        if isinstance(made, RegionCall) and made.region.name == type(self._checkpoint_wrapped_module).__name__:
+            self.checkpoint_fn = RegionCall(replace(made.region, name=name))
 
 
 def _with_keywords(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
@@ -217,7 +202,7 @@ class OffloadWrapper(ActivationWrapper):
         super().__init__(mod)
         check_offload(offload, offload_folder)
         options = {"policy": policies.offload_all(), "offload": offload, "offload_folder": offload_folder}
-        self._traced_fn = _Region(region_options(type(mod).__name__, options))
+        self._traced_fn = RegionCall(region_options(type(mod).__name__, options))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
