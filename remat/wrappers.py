@@ -61,8 +61,8 @@ class ActivationWrapper(nn.Module, ABC):
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
         self._checkpoint_wrapped_module = mod
-        self.register_state_dict_post_hook(_drop_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ def apply_activation_checkpointing(
     model: nn.Module,
     checkpoint_wrapper_fn: Callable[..., nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
-    auto_wrap_policy: AutoWrapPolicy | None = None,
+    auto_wrap_policy: Any = None,
 ) -> None:
     """Wrap the submodules of a model that `check_fn`, or else `auto_wrap_policy`, says; the model itself is not.
 

@@ -15,7 +15,7 @@ from accelerate.utils import TorchDynamoPlugin
 from remat.options import Options
 
 
-class RematDynamoPlugin(TorchDynamoPlugin):  # type: ignore[misc] # the library ships no types
+class RematDynamoPlugin(TorchDynamoPlugin):  # type: ignore[misc] # unknown to a type checker
     """Accelerate's plugin for torch.compile. The backends it may name are a closed list, so the last word is here."""
 
     def to_kwargs(self) -> dict[str, Any]:

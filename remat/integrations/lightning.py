@@ -20,7 +20,7 @@ except ModuleNotFoundError:  # the same library under its older name
     from pytorch_lightning import Callback
 
 
-class RematCallback(Callback):  # type: ignore[misc] # one of two classes
+class RematCallback(Callback):  # type: ignore[misc] # unknown to a type checker
     """Mark submodules as regions when fitting starts, and undo it when it ends.
 
     `target` and options are those of `remat.apply`: a pattern, a class or a predicate, and `policy`, `memory_budget`

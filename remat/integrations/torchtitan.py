@@ -80,7 +80,7 @@ def selective_ops(model: nn.Module, forced: Any = ()) -> PolicyFunction:
         (module.in_features, module.out_features) for name, module in named if any(part in name for part in forced)
     )
 
-    def recompute_forced(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG001
+    def recompute_forced(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         if op in _PRODUCTS and shapes and tuple(args[1 + (op is _PRODUCTS[1])].shape) in shapes:
             return CheckpointPolicy.PREFER_RECOMPUTE
         return None

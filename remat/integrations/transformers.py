@@ -38,7 +38,7 @@ def enable(model: PreTrainedModel, *, every_n_layers: int = 1, **options: Any) -
     return tuple(path for path, _ in modules)
 
 
-class RematCallback(TrainerCallback):  # type: ignore[misc] # the library ships no types
+class RematCallback(TrainerCallback):  # type: ignore[misc] # unknown to a type checker
     """Train with regions, with a compiled step, or with both; a region's options go by keyword.
 
     `compile` holds options of `backend="remat"`, a memory budget say; `None` compiles nothing. Without options of
