@@ -252,7 +252,8 @@ def goes_to_disk(tensor: torch.Tensor) -> bool:
         return False
     if tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
         return False
-    return tensor.numel() * tensor.element_size() >= MIN_BYTES
+    # Autograd's own zeros have a size but no memory.
+    return tensor.numel() * tensor.element_size() >= MIN_BYTES and tensor.data_ptr() != 0
 
 
 @functools.cache

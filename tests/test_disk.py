@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,9 @@ def test_freed_ranges_are_used_again(tmp_path) -> None:
         (torch.zeros(5000), True),
         (torch.zeros(5000, device="meta"), False),
         (torch.eye(100).to_sparse(), False),
+        (torch._efficientzerotensor((80, 64)), False),
     ],
-    ids=["empty", "small", "large", "meta", "sparse"],
+    ids=["empty", "small", "large", "meta", "sparse", "zeros without memory"],
 )
 def test_what_goes_to_a_file(tensor, goes) -> None:
     assert disk.goes_to_disk(tensor) is goes
@@ -271,6 +273,34 @@ def test_subclasses_pass_through(tmp_path) -> None:
     assert type(out) is Marked
     out.sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.tanh().sum(), x)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's forward mode scripts its formulas
+def test_tangents_pass_through(tmp_path) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.randn(80, 64), torch.ones(80, 64))
+        out = offload_wrapper(nn.Linear(64, 64), offload="disk", offload_folder=tmp_path)(x)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+
+
+def test_several_threads_share_the_file(tmp_path) -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
+    wrapped = offload_wrapper(plain, offload="disk", offload_folder=tmp_path)
+    inputs = [torch.randn(80, 64, requires_grad=True) for _ in range(4)]
+    found: dict[int, list[torch.Tensor]] = {index: [] for index in range(4)}
+
+    def run(index: int) -> None:
+        for _ in range(5):
+            found[index] += torch.autograd.grad(wrapped(inputs[index]).sum(), inputs[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, x in enumerate(inputs):
+        assert_same(found[index], list(torch.autograd.grad(plain(x).sum(), x)) * 5)
+    assert file_bytes(tmp_path) == 0
 
 
 def test_recomputation_of_what_is_around_an_offload_wrapper(tmp_path) -> None:
