@@ -10,7 +10,7 @@
     schedule        the order of backward, each recomputation just before its first reader
     extract         forward and backward as graphs; rng replays random ops
     verify          plans and graphs checked against the rules, always
-    offload         saved values that wait in host memory
+    offload         saved values that wait in host memory, or in a file (disk: the file, disk_op: the op that fills it)
     partition       the pipeline above, on one screen
 
 Shared by all: op_facts (what is known of operators), policy, name_op, source (where a node comes from), errors,

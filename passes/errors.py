@@ -34,6 +34,10 @@ class VerificationError(RematError):
     """A plan or an extracted graph breaks the rules it was made under; it is refused instead of being run."""
 
 
+class OffloadError(RematError, RuntimeError):
+    """A value cannot be moved out of memory, or back: the disk is full, the folder cannot be written to."""
+
+
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """An error and what it was made from, as far as Python or Dynamo tell."""
     seen: list[BaseException] = []

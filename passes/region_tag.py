@@ -64,6 +64,8 @@ class RegionTag:
     """Whether a recomputed random op draws what it drew in forward."""
     budgets: tuple[RegionBudget, ...] = ()
     """The budgets of this region and of those around it, outermost first."""
+    disk_folder: str | None = None
+    """Where values go that the policy offloads; None for host memory."""
 
 
 def tag(node: fx.Node, region: RegionTag, answer: CheckpointPolicy) -> None:

@@ -153,6 +153,7 @@ __all__ = [
     "set_grad_enabled",
     "set_graph_exec_group",
     "skip_code",
+    "targets_of_wrap_policy",
     "top_saved_tensors_hooks",
     "trace_as_wrapper",
     "traced_node_of",
@@ -406,6 +407,15 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run a function when the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def targets_of_wrap_policy(policy: Any, model: torch.nn.Module) -> dict[torch.nn.Module, dict[str, Any]] | None:
+    """The modules that a policy object of FSDP's names, with keywords for each; None for any other object."""
+    from torch.distributed.fsdp.wrap import _Policy
+
+    if not isinstance(policy, _Policy):
+        return None
+    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
 def skip_code(code: CodeType) -> None:

@@ -9,6 +9,7 @@ from .naming import name
 from .passes.errors import (
     InfeasibleBudget,
     InfeasibleCut,
+    OffloadError,
     OptionError,
     PlanMismatch,
     RankMismatch,
@@ -32,6 +33,7 @@ __all__ = [
     "Decision",
     "InfeasibleBudget",
     "InfeasibleCut",
+    "OffloadError",
     "OpCall",
     "OptionError",
     "Plan",

@@ -12,6 +12,7 @@ from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner
 from .passes.fusion import may_fuse
+from .passes.out_of_memory import advising
 from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
@@ -37,18 +38,20 @@ def remat(
         compiled = inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
         if partitioner.is_reported and not partitioner.num_planned:  # a cache had it, which keeps code and no reasons
             split_only(gm, example_inputs, settings)
-        return compiled
-    return aot_compile(gm, example_inputs, compiler=_graph_compiler(parsed.inner), partition_fn=partitioner)
+        return advising(compiled, "compiled code", partitioner.peak_bytes)
+    compiler = _graph_compiler(parsed.inner, partitioner)
+    return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
 
 
-def _graph_compiler(inner: Inner) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+def _graph_compiler(
+    inner: Inner, partitioner: Partitioner
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     """The inner compiler, with what it returns made to take its inputs as a list, so that they can be freed early."""
-    if not callable(inner):
-        return run_graph_as_is
-    compile_graph = inner
+    compile_graph = inner if callable(inner) else run_graph_as_is
 
     def compile_boxed(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compiled = compile_graph(gm, example_inputs)
-        return compiled if getattr(compiled, "_boxed_call", False) else boxed(compiled)
+        compiled = compiled if getattr(compiled, "_boxed_call", False) else boxed(compiled)
+        return advising(compiled, "compiled code", partitioner.peak_bytes)
 
     return compile_boxed

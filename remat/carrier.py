@@ -56,7 +56,7 @@ class RegionOperator(HigherOrderOperator):
             return self._call_broken(body, args, kwargs)
         if tracer() is not None:
             return self._trace(body, args)
-        if is_faking():
+        if is_faking() or _writes_to_inputs(body):
             return run_body(body, *args)
         return self.runner(body, args, kwargs)
 
@@ -68,6 +68,7 @@ class RegionOperator(HigherOrderOperator):
             policy=self.policy,
             preserve_rng_state=self.region.preserve_rng_state,
             budget=self.region.budget,
+            disk_folder=self.region.disk_folder,
         )
 
     def _call_broken(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -111,6 +112,30 @@ class RegionOperator(HigherOrderOperator):
             warnings.warn_explicit(text, UserWarning, file or "unknown", int(number or 0))
 
 
+_WRITERS = frozenset({"batch_norm", "instance_norm", "setitem", "iadd", "isub", "imul", "itruediv"})
+
+
+def _writes_to_inputs(body: fx.GraphModule) -> bool:
+    """True for a body that changes module state which the compiler made an argument of it.
+
+    Only a backend that runs captured graphs as they are calls one for real. Nothing in the graph tells such a buffer
+    from a tensor of the user's, so that it could be put back for a replay, and the body is run as plain code.
+    """
+    return any(
+        argument.op == "placeholder"
+        for part in body.modules()
+        if isinstance(part, fx.GraphModule)  # regions inside are bodies of their own
+        for node in part.graph.nodes
+        if node.op in ("call_function", "call_method") and _may_write(node.target)
+        for argument in node.all_input_nodes
+    )
+
+
+def _may_write(target: Any) -> bool:
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+
+
 def has_budgeted_region(gm: fx.GraphModule) -> bool:
     """True if a graph that Dynamo captured calls a region with a budget, at any depth."""
     bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
@@ -144,7 +169,8 @@ def operator_of(region: RegionOptions) -> RegionOperator:
 def operator_name(region: RegionOptions) -> str:
     """A name that differs whenever regions differ in anything that shows in what is compiled."""
     policy = "" if region.policy is None else fingerprint(normalise_policy(region.policy))
-    options = (region.preserve_rng_state, region.determinism_check, region.early_stop, region.debug)
+    switches = (region.preserve_rng_state, region.determinism_check, region.early_stop, region.debug)
+    options = (*switches, region.disk_folder)
     digest = hashlib.sha256(repr((region.name, policy, region.memory_budget, options)).encode()).hexdigest()[:16]
     return f"remat_{_identifier(region.name)}_{_identifier(_short_name(region.policy))}_{digest}"
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from typing import Any
 
 from torch import nn
 
 from remat.passes.errors import OptionError
+
+TIERS = ("cpu", "disk")
+"""Where offloaded values may wait: in host memory, or in a file."""
 
 SWITCHES = ("preserve_rng_state", "early_stop", "debug")
 
@@ -54,6 +58,25 @@ def check_options(name: Any, options: dict[str, Any], known: tuple[str, ...]) ->
     for option in SWITCHES:
         if option in options and not isinstance(options[option], bool):
             raise OptionError(f"checkpoint_region({option}={options[option]!r}): expected True or False")
+    check_offload(options.get("offload", "cpu"), options.get("offload_folder"))
+    if options.get("offload", "cpu") == "disk" and options.get("policy") is None:
+        raise OptionError(
+            'checkpoint_region(offload="disk") says where the values go that a policy offloads, and this region has no '
+            "policy, so it recomputes everything. Give one that offloads, such as remat.policies.offload_names(...)."
+        )
+
+
+def check_offload(offload: Any, folder: Any) -> None:
+    """Raise for a place to offload to that does not exist, or that is not said in full."""
+    if offload not in TIERS:
+        raise OptionError(f"offload={offload!r}: expected {' or '.join(repr(tier) for tier in TIERS)}")
+    if offload == "disk" and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+        raise OptionError(
+            f'offload="disk" needs a folder on a disk with room for what is offloaded: offload_folder="/scratch/me", '
+            f"not {folder!r}"
+        )
+    if offload != "disk" and folder is not None:
+        raise OptionError(f'offload_folder={folder!r} goes with offload="disk", not with offload={offload!r}')
 
 
 def _name_of(function: Any) -> str:

@@ -45,6 +45,7 @@ class Partitioner(CustomPartitionerFn):
             stored=options.plans,
             key=self.plan_key,
         )
+        self._peak_bytes: int | None = None
         self._is_reported = options.dump is not None or bool(options.logs)
         self._cache_key = self.plan_key
         if self._is_reported and (not is_seen_by_caches or options.cost_model == "profile"):
@@ -70,6 +71,7 @@ class Partitioner(CustomPartitionerFn):
             if self.is_reported:
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
+        self._peak_bytes = chosen.plan.peak.num_bytes
         return halves.forward, halves.backward
 
     @property
@@ -90,6 +92,10 @@ class Partitioner(CustomPartitionerFn):
         is_strict = options.ranks == "check" or bool(options.plans)
         with without_modes():  # a store may run ops
             return agree(job, prepared, chosen, asked=_asked(options), is_strict=is_strict)
+
+    def peak_bytes(self) -> int | None:
+        """The predicted activation peak of the graph that was split last; None if it came from a cache."""
+        return self._peak_bytes
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
         """Dump and log a graph, before its halves are made."""

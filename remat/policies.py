@@ -58,6 +58,7 @@ __all__ = [
     "every_nth",
     "first_of",
     "flops_above",
+    "offload_all",
     "offload_names",
     "recompute_all",
     "save_all",
@@ -138,9 +139,24 @@ class _SaveMatmuls(_ByOp):
         return "save_matmuls()"
 
 
+@dataclass(frozen=True, slots=True)
+class _OffloadAll(_ByOp):
+    def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
+        is_no_value = op is name_op() or (not isinstance(op, HigherOrderOperator) and facts_of(op).is_view)
+        return None if is_no_value else CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    def __repr__(self) -> str:
+        return "offload_all()"
+
+
 def save_all() -> PolicyFunction:
     """Keep everything; what a region inside a region uses to stay a block that is not run again."""
     return _SaveAll()
+
+
+def offload_all() -> PolicyFunction:
+    """Move everything out of device memory; views are made again from what they are views of."""
+    return _OffloadAll()
 
 
 def recompute_all() -> PolicyFunction:
@@ -451,7 +467,15 @@ def _checked_policy(caller: str, policy: Any) -> PolicyFunction:
     return made
 
 
-_MAKERS: tuple[Any, ...] = (save_all, recompute_all, save_matmuls, save_ops, save_names, save_all_but_names)
+_MAKERS: tuple[Any, ...] = (
+    save_all,
+    offload_all,
+    recompute_all,
+    save_matmuls,
+    save_ops,
+    save_names,
+    save_all_but_names,
+)
 _MAKERS += (offload_names, flops_above, bytes_below, bytes_above, every_nth, first_of, by_module)
 
 

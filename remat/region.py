@@ -1,12 +1,13 @@
 """`@checkpoint_region`: mark code whose activations are to be dropped and recomputed, by a policy.
 
-`_call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
+`call_region` is the joint: the one place where a call of marked code is handed to an engine, the eager one or, while
 Dynamo traces, the operator that carries the region into the graph.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,9 +46,16 @@ class RegionOptions:
     determinism_check: str = "default"
     early_stop: bool = True
     debug: bool = False
+    offload: str = "cpu"
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         _ = self.budget  # what is wrong with it is said where the region is marked
+
+    @property
+    def disk_folder(self) -> str | None:
+        """Where values go that the policy offloads; None for host memory."""
+        return self.offload_folder
 
     @property
     def budget(self) -> Budget | None:
@@ -60,7 +68,9 @@ class RegionOptions:
 
     def eager_spec(self) -> RegionSpec:
         """Return the same for the eager engine's recomputation, which has no use for a budget."""
-        selective = None if self.policy is None else Selective(normalise_policy(self.policy))
+        selective = None
+        if self.policy is not None:
+            selective = Selective(normalise_policy(self.policy), disk_folder=self.disk_folder)
         return RegionSpec(
             name=self.name,
             preserve_rng_state=self.preserve_rng_state,
@@ -87,12 +97,14 @@ def checkpoint_region(
     determinism_check: str = "default",
     early_stop: bool = True,
     debug: bool = False,
+    offload: str = "cpu",
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> Callable[[F], F]: ...
 def checkpoint_region(function: Any = None, *, name: str | None = None, **options: Any) -> Any:
     """Mark a function, method or module: what it computes is dropped after forward, recomputed in backward.
 
-    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the
-    region.
+    Without a policy everything is recomputed. A module stays the module it is; its `forward` becomes the region. What
+    a policy offloads waits in host memory, or with `offload="disk"` in a file in `offload_folder`.
     """
     if function is None:
         if not torch.compiler.is_dynamo_compiling():
@@ -103,11 +115,18 @@ def checkpoint_region(function: Any = None, *, name: str | None = None, **option
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(checkpoint_region(name=name, **options)(function.__func__))
     check_markable(function)
-    check_options(name, options, _OPTION_NAMES)
-    region = RegionOptions(name=name or _default_name(function), **options)
+    region = region_options(name or _default_name(function), options)
     if isinstance(function, nn.Module):
         return _mark_module(function, region)
     return _mark_function(function, region)
+
+
+def region_options(name: str, options: dict[str, Any]) -> RegionOptions:
+    """What was said about a region, with options that were checked, or an error that says which one is wrong."""
+    check_options(name, options, _OPTION_NAMES)
+    if options.get("offload_folder") is not None:
+        options = {**options, "offload_folder": os.path.abspath(options["offload_folder"])}
+    return RegionOptions(name=name, **options)
 
 
 def _default_name(function: Any) -> str:
@@ -121,7 +140,7 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _call_region(function, args, kwargs, region, run)
+        return call_region(function, args, kwargs, region, run)
 
     return marked
 
@@ -157,10 +176,10 @@ class RegionForward:
         if torch.compiler.is_dynamo_compiling() and self.own is _NO_FORWARD:
             # After a graph break Dynamo takes a bound method for the attribute of that name, which is this object.
             module: Any = self.module()
-            return _call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.run)
+            return call_region(functools.partial(type(module).forward, module), args, kwargs, self.region, self.run)
         if torch.compiler.is_dynamo_compiling():
-            return _call_region(self.own, args, kwargs, self.region, self.run)
-        return _call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.run)
+            return call_region(self.own, args, kwargs, self.region, self.run)
+        return call_region(self._forward_of_caller(sys._getframe(1)), args, kwargs, self.region, self.run)
 
     def _forward_of_caller(self, frame: FrameType) -> Any:
         """Return the forward of the module that is being called: a shallow copy has this object too."""
@@ -205,7 +224,22 @@ def remove_region(module: nn.Module) -> None:
         module.__dict__["forward"] = forward.own
 
 
-def _call_region(
+class RegionCall:
+    """Calls functions as regions, in the manner of `torch.utils.checkpoint`; copied and pickled by its options."""
+
+    def __init__(self, region: RegionOptions) -> None:
+        self.region = region
+        self.run = runner_of(region)
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function as a region."""
+        return call_region(function, args, kwargs, self.region, self.run)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegionCall, (self.region,)
+
+
+def call_region(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: RegionOptions, run: Runner
 ) -> Any:
     """Hand a call of marked code to an engine."""
@@ -230,4 +264,4 @@ def _mark_while_traced(function: Any, name: str | None, options: dict[str, Any])
 @constant_in_graphs
 def operator_of_options(name: str, **options: Any) -> Any:
     """Return the operator of a region that is marked while Dynamo traces."""
-    return operator_of(RegionOptions(name=name, **options))
+    return operator_of(region_options(name, options))

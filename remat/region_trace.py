@@ -122,6 +122,7 @@ def run_traced(
     policy: PolicyFunction | None,
     preserve_rng_state: bool,
     budget: Budget | None = None,
+    disk_folder: str | None = None,
 ) -> Any:
     """Run the body of a region while a graph is being recorded, tagging its nodes."""
     with _tagger() as tagger, fx_preserving_meta():
@@ -133,6 +134,7 @@ def run_traced(
             policy="" if policy is None else policy_name(policy),
             preserve_rng_state=preserve_rng_state,
             budgets=(*(() if outer is None else outer.budgets), *_bounds(path, budget)),
+            disk_folder=disk_folder,
         )
         tagger.open.append(_OpenRegion(region, policy))
         try:

@@ -20,6 +20,7 @@ from remat.eager.determinism import MetadataFunction, find_determinism_check
 from remat.eager.execution import Execution, local
 from remat.eager.frames import Frame
 from remat.eager.hooks import ends_search
+from remat.eager.out_of_memory import advise
 from remat.eager.reach import generators_of, reach, reach_arguments
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
@@ -131,6 +132,9 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
             execution.mode.note_rng_after()
         elif replay is not None:
             replay.store.restore_rng_after()
+    except Exception as error:
+        advise(error, frame, "forward")
+        raise
     finally:
         pop_saved_tensors_hooks()
         if outer_mode is not None:

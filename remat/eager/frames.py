@@ -27,6 +27,7 @@ from remat.eager.arguments import SavedArguments, argument_name, changed_in_plac
 from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import Execution, local
+from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, mark_overwritten
 from remat.eager.state import ReadGuard, WatchedState
@@ -180,8 +181,9 @@ class Frame:
         try:
             with context if context is not None else nullcontext():
                 out = run.call(self._function, args, kwargs)
-        except BaseException:
+        except BaseException as error:
             run.forget()
+            advise(error, self, "recomputation")
             raise
         finally:
             local.execution = outer
@@ -227,8 +229,9 @@ class Frame:
             else:
                 run.call(self._function, args, kwargs)
             mark_overwritten(self, watched, task)
-        except BaseException:
+        except BaseException as error:
             run.forget()
+            advise(error, self, "recomputation")
             raise
         finally:
             watched.clear()  # the tensors in it know the hooks by their history, and those know the list

@@ -1,7 +1,8 @@
-"""Values that wait for backward in host memory.
+"""Values that wait for backward outside of their device's memory: in host memory, or in a file.
 
-With an accelerator the copy goes to pinned memory on a stream of its own, in the order of the forward, and comes back
-ahead of its use. On the CPU there is nothing to overlap, and it is a plain copy.
+With an accelerator the copy to the host goes to pinned memory on a stream of its own, in the order of the forward, and
+comes back ahead of its use. On the CPU there is nothing to overlap, and it is a plain copy. Files are for people whose
+host memory is short; they are written at once and read through the system's own cache.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from remat.passes.disk import DiskTensor, goes_to_disk
+from remat.passes.torch_private import DisableTorchDispatch
 
 _streams: dict[torch.device, Any] = {}
 
@@ -23,12 +27,11 @@ def _stream(device: torch.device) -> Any:
 class Offloaded:
     """One tensor in host memory."""
 
-    __slots__ = ("_device", "_host", "_is_ready", "_loaded", "_source")
+    __slots__ = ("__weakref__", "_device", "_host", "_is_ready", "_loaded")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
         self._loaded: torch.Tensor | None = None
-        self._source: torch.Tensor | None = None
         self._is_ready: Any = None
         if tensor.device.type == "cpu":
             self._host = tensor.detach().clone()
@@ -43,6 +46,11 @@ class Offloaded:
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)
         return host
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The tensor where it waits."""
+        return self._host
 
     def prefetch(self) -> None:
         """Start copying back, in the order in which this is asked."""
@@ -66,6 +74,37 @@ class Offloaded:
         return loaded
 
 
-def offload(tensor: torch.Tensor) -> Offloaded:
-    """Copy a tensor to host memory."""
+class OnDisk:
+    """One tensor in a file."""
+
+    __slots__ = ("__weakref__", "_device", "_stored")
+
+    def __init__(self, tensor: torch.Tensor, folder: str) -> None:
+        self._device = tensor.device
+        with DisableTorchDispatch():  # to policies and counters this is no op of the user's
+            self._stored = DiskTensor(tensor, folder)
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The tensor in host memory, over the file's pages."""
+        with DisableTorchDispatch():
+            return self._stored.read()
+
+    def prefetch(self) -> None:
+        """Let the system read the file ahead."""
+        self._stored.expect()
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor on its device. On the CPU it is the file's pages, and a write to it copies the page."""
+        host = self.host
+        return host if self._device.type == "cpu" else host.to(self._device)
+
+
+Away = Offloaded | OnDisk
+
+
+def offload(tensor: torch.Tensor, folder: str | None = None) -> Away:
+    """Copy a tensor to host memory, or to a file in a folder if it is of a kind and size for that."""
+    if folder is not None and goes_to_disk(tensor):
+        return OnDisk(tensor, folder)
     return Offloaded(tensor)

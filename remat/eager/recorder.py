@@ -65,6 +65,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self.policy = policy
         self.on_mutation = on_mutation
         self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
+        self.disk_folder: str | None = None  # where offloaded values go; None for host memory
         # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
         self._known: dict[int, bool] = getattr(policy, "known", {})
         self._reads_names: bool = getattr(policy, "reads_names", True)
@@ -198,7 +199,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if facts.is_pending:
             out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
-            self._add(key, OffloadedEntry(out))
+            self._add(key, OffloadedEntry(out, self.disk_folder))
         else:
             self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending))
         self._saved_a_random_op |= facts.is_random
@@ -255,7 +256,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             return
         self._drop(made.key)
         is_copied = bool(made.facts.mutates) and self.on_mutation is OnMutation.COPY
-        self._add(made.key, OffloadedEntry(out) if answer in _OFFLOADS else Entry(out, self.on_mutation, is_copied))
+        if answer in _OFFLOADS:
+            self._add(made.key, OffloadedEntry(out, self.disk_folder))
+        else:
+            self._add(made.key, Entry(out, self.on_mutation, is_copied))
         self._saved_a_random_op |= made.facts.is_random
 
     def _drop(self, key: OpKey) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from remat.eager.errors import CheckpointError
-from remat.eager.offload import Offloaded, offload
+from remat.eager.offload import Away, offload
 from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
 from remat.eager.state import version_of
@@ -88,12 +88,12 @@ class Entry:
 
 
 class OffloadedEntry:
-    """One op's output, kept in host memory."""
+    """One op's output, kept in host memory or in a file in a folder."""
 
     __slots__ = ("__weakref__", "_value")
 
-    def __init__(self, value: Any) -> None:
-        self._value = map_tensors(offload, value)
+    def __init__(self, value: Any, folder: str | None = None) -> None:
+        self._value = map_tensors(lambda tensor: offload(tensor, folder), value)
 
     is_changed = False
 
@@ -107,12 +107,12 @@ class OffloadedEntry:
 
     def take(self) -> Any:
         """Bring the value back to its device."""
-        return tree_map(lambda x: x.load() if isinstance(x, Offloaded) else x, self._value)
+        return tree_map(lambda x: x.load() if isinstance(x, Away) else x, self._value)
 
     def prefetch(self) -> None:
         """Start bringing the value back, where that can overlap with other work."""
         for leaf in tree_leaves(self._value):
-            if isinstance(leaf, Offloaded):
+            if isinstance(leaf, Away):
                 leaf.prefetch()
 
 

@@ -24,11 +24,14 @@ class Selective:
     policy: PolicyFunction
     on_mutation: OnMutation = OnMutation.COPY
     ac_graph_id: Any = None
+    disk_folder: str | None = None
+    """Where values go that the policy offloads; None for host memory."""
 
     def recorder(self, frame: Frame) -> Recorder:
         """Return the mode for the forward of a frame."""
         recorder = Recorder(self.policy, self.on_mutation, frame)
         recorder.ac_graph_id = self.ac_graph_id
+        recorder.disk_folder = self.disk_folder
         return recorder
 
     def replayer(self, store: Store | None) -> Replayer:

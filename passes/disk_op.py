@@ -1,0 +1,39 @@
+"""The op that moves a value of a compiled graph to a file: `remat::to_disk(x, folder)`, a copy outside of memory.
+
+Its result is an ordinary tensor on the CPU whose memory is the file's pages, so there is no op for the way back: who
+reads it makes the system read the file, and when it is gone its part of the file is free.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from .disk import DiskTensor, goes_to_disk
+
+
+@cache
+def to_disk_op() -> Any:
+    """Return the op, registered when it is first needed."""
+    library: Any = torch.library.Library("remat", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("to_disk(Tensor x, str folder) -> Tensor")
+    library.impl("to_disk", _to_disk, "CompositeExplicitAutograd")
+    torch.library.register_fake("remat::to_disk", _like_on_host, lib=library)
+    _libraries.append(library)
+    return torch.ops.remat.to_disk.default
+
+
+def _to_disk(x: torch.Tensor, folder: str) -> torch.Tensor:
+    if not goes_to_disk(x):
+        host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        return host.copy_(x)
+    return DiskTensor(x, folder).read()
+
+
+def _like_on_host(x: torch.Tensor, folder: str) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+_libraries: list[Any] = []  # an op lives as long as the library object that registered it

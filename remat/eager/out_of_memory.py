@@ -1,0 +1,49 @@
+"""What to say when memory runs out inside a region: the error stays what it is, and tells what remat could do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remat.eager.saved import Entry, tensors_of
+from remat.passes.out_of_memory import add_advice, is_out_of_memory
+from remat.passes.plan import mebibytes
+from remat.passes.policy import policy_name
+
+if TYPE_CHECKING:
+    from remat.eager.frames import Frame
+
+
+def advise(error: BaseException, frame: Frame, phase: str) -> None:
+    """Add to an error what could be done about it, if it says that memory ran out in a frame."""
+    if is_out_of_memory(error):
+        add_advice(error, f"out of memory in the {phase} of {frame.label}{_remedy(frame)}")
+
+
+def _remedy(frame: Frame) -> str:
+    if frame.selective is None:
+        return (
+            ", which recomputes everything already; running it takes room for all its activations at once. Cheaper: "
+            "smaller regions inside it (remat.apply on its submodules), memory_budget=0.5 on the region, or its inputs "
+            "in host memory or on disk (remat.wrappers.offload_wrapper around it)."
+        )
+    return (
+        f", whose policy {_shown(frame.selective.policy)} keeps {_kept_text(frame)} of this call. Cheaper: no policy "
+        "(nothing is kept but inputs), a policy that offloads (remat.policies.offload_all(), to disk with "
+        'offload="disk"), or memory_budget=0.5 on the region.'
+    )
+
+
+def _shown(policy: Any) -> str:
+    return repr(policy) if hasattr(policy, "opinion") else policy_name(policy)
+
+
+def _kept_text(frame: Frame) -> str:
+    entries = [reference() for reference in frame.store.entries.values()] if frame.store is not None else []
+    tensors = [tensor for entry in entries if isinstance(entry, Entry) for tensor in tensors_of(entry.val)]
+    return mebibytes(sum(_num_bytes(tensor) for tensor in tensors)).strip()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
