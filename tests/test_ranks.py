@@ -29,9 +29,6 @@ class TestDDP:
     def test_default(self, two_ranks, setting):
         two_ranks.run(programs.ddp, setting)
 
-    def test_budgeted_regions(self, two_ranks):
-        two_ranks.run(programs.budgeted_regions)
-
     @pytest.mark.parametrize("setting", [*EAGER[:2], *with_slow([])], ids=named)
     def test_static_graph(self, two_ranks, setting):
         two_ranks.run(programs.ddp, setting, static_graph=True)
@@ -43,6 +40,11 @@ class TestDDP:
     @pytest.mark.parametrize("setting", [EAGER[0], *with_slow([])], ids=named)
     def test_four_ranks(self, four_ranks, setting):
         four_ranks.run(programs.ddp, setting)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tensor parallel"])
+def test_eager_regions_with_a_budget(two_ranks, strategy):
+    two_ranks.run(programs.budgeted_regions, strategy)
 
 
 class TestFSDP2:

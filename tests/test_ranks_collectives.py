@@ -44,6 +44,13 @@ def functional(x):
     return collectives.all_reduce((x * 3).sin(), "sum", dist.group.WORLD).exp().sin()
 
 
+def functional_in_place(x):
+    scale = (x.detach() * 3).sin()
+    torch.ops._c10d_functional.all_reduce_(scale, "sum", dist.group.WORLD.group_name)
+    torch.ops._c10d_functional.wait_tensor(scale)
+    return (x * scale.div_(2)).exp().sin()
+
+
 def in_place(x):
     scale = (x.detach() * 3).sin()
     dist.all_reduce(scale)
@@ -102,6 +109,7 @@ def in_place_async_then_changed(x):
 
 PROGRAMS = [
     functional,
+    functional_in_place,
     in_place,
     in_place_async,
     gathered,
