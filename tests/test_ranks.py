@@ -58,9 +58,7 @@ class TestFSDP2:
     def test_sharded_modules_inside_of_regions(self, two_ranks, setting, reshard):
         two_ranks.run(programs.fsdp, setting, reshard=reshard, inner=True)
 
-    @pytest.mark.parametrize(
-        "setting", with_slow([Setting("aot_eager", "policy"), Setting("inductor", "bare")]), ids=named
-    )
+    @pytest.mark.parametrize("setting", with_slow(compiled("policy")), ids=named)
     def test_compiled(self, two_ranks, setting):
         two_ranks.run(programs.fsdp, setting)
 

@@ -10,12 +10,13 @@ import ranks_programs as programs
 import torch
 import torch.distributed as dist
 from remat.passes.cost import Machine
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import remat
 from remat import calibration
 from remat.options import Options
 from remat.partition_fn import Partitioner
-from remat.ranks import Job
+from remat.ranks import Job, current_job
 
 
 def price_by_rank(call):
@@ -189,6 +190,13 @@ class TestLifetime:
     def test_after_its_group_is_gone_a_rank_plans_alone(self, two_ranks, tmp_path):
         plans = two_ranks.run(plan_after_the_group, tmp_path)
         assert plans[0] != plans[1]
+
+    def test_a_pretended_group_has_nobody_to_agree_with(self):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            assert current_job() is None
+        finally:
+            dist.destroy_process_group()
 
     def test_a_store_that_is_gone_is_an_error_that_says_so(self):
         class Gone:
