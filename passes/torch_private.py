@@ -510,11 +510,12 @@ def unwatched_collectives() -> AbstractContextManager[Any]:
 def default_store() -> Any:
     """A part of the store that the ranks of torch.distributed's default group share, for remat alone.
 
-    None for a pretended group (backend "fake"), whose store keeps nothing.
+    None where there is none (MPI), and for a pretended group (backend "fake"), whose store keeps nothing.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend
 
-    return None if "fake" in str(get_backend()) else PrefixStore("remat", _get_default_store())
+    store: Any = _get_default_store()
+    return None if store is None or "fake" in str(get_backend()) else PrefixStore("remat", store)
 
 
 def completed_work() -> Any:

@@ -137,6 +137,7 @@ def agree(job: Job, prepared: Prepared, chosen: Chosen, *, asked: str, is_strict
     theirs = replace(Plan.from_json(job.get(f"text/{first.plan}")), graph=describe_graph(prepared.problem.graph))
     if is_strict:
         raise _mismatch(first, own, theirs, chosen.plan)
+    theirs = replace(theirs, planner=f"{theirs.planner}, by rank {first.rank}")
     return Chosen(theirs, schedule_from(theirs, prepared.problem.graph, prepared.problem.constraints))
 
 

@@ -189,11 +189,15 @@ def ddp(setting: Setting, *, static_graph: bool = False, find_unused: bool = Fal
     check_against_one_process(setting, wrap, x, rows)
 
 
-def budgeted_regions() -> None:
-    rank = dist.get_rank()
-    train_both(
-        Setting("eager", "budget"), Model(num_layers=1), DistributedDataParallel, torch.randn(4, HIDDEN), seed=rank
-    )
+def budgeted_regions(strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrap = {
+        "ddp": DistributedDataParallel,
+        "fsdp2": shard,
+        "tensor parallel": functools.partial(split_products, mesh=mesh),
+    }[strategy]
+    seed = 0 if strategy == "tensor parallel" else dist.get_rank()
+    train_both(Setting("eager", "budget"), Model(num_layers=1), wrap, torch.randn(4, HIDDEN), seed=seed)
 
 
 def shard(model: nn.Module, *, reshard: bool = True, inner: bool = False, mesh: Any = None) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from eager_testing import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, OpCounter, selective
+from joints import capture, named
+from remat.passes.errors import VerificationError
 from remat.passes.policy import PolicyError
+from remat.passes.schedule import schedule_backward
+from remat.passes.verify import verify_schedule
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from remat.policies import recompute_all
@@ -187,3 +192,18 @@ class TestCompiled:
         assert counter["exp.default"] == 1, "the region is recomputed"
         assert counter["all_reduce.default"] == plain["all_reduce.default"], "only what the gradient itself needs"
         assert torch.equal(x.grad, reference.grad)
+
+
+def test_a_schedule_that_moves_a_collective_is_refused(x):
+    def program(x):
+        reduced = [collectives.all_reduce(y, "sum", dist.group.WORLD) for y in (x.sin(), x.cos())]
+        return reduced[0].exp(), reduced[1].exp()
+
+    graph, constraints = capture(program, x).constraints()
+    schedule = schedule_backward(graph, constraints, saved=())
+    verify_schedule(graph, constraints, schedule)
+    first, second = (named(graph, "all_reduce", which) for which in (0, 1))
+    swapped = {first: second, second: first}
+    broken = dataclasses.replace(schedule, forward=tuple(swapped.get(i, i) for i in schedule.forward))
+    with pytest.raises(VerificationError, match=r"the collective `all_reduce\w*` is moved ahead of an earlier one"):
+        verify_schedule(graph, constraints, broken)

@@ -29,9 +29,6 @@ class TestDDP:
     def test_default(self, two_ranks, setting):
         two_ranks.run(programs.ddp, setting)
 
-    def test_budgeted_regions(self, two_ranks):
-        two_ranks.run(programs.budgeted_regions)
-
     @pytest.mark.parametrize("setting", [*EAGER[:2], *with_slow([])], ids=named)
     def test_static_graph(self, two_ranks, setting):
         two_ranks.run(programs.ddp, setting, static_graph=True)
@@ -45,6 +42,11 @@ class TestDDP:
         four_ranks.run(programs.ddp, setting)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tensor parallel"])
+def test_eager_regions_with_a_budget(two_ranks, strategy):
+    two_ranks.run(programs.budgeted_regions, strategy)
+
+
 class TestFSDP2:
     @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept whole"])
     @pytest.mark.parametrize("setting", EAGER, ids=named)
@@ -56,9 +58,7 @@ class TestFSDP2:
     def test_sharded_modules_inside_of_regions(self, two_ranks, setting, reshard):
         two_ranks.run(programs.fsdp, setting, reshard=reshard, inner=True)
 
-    @pytest.mark.parametrize(
-        "setting", with_slow([Setting("aot_eager", "policy"), Setting("inductor", "bare")]), ids=named
-    )
+    @pytest.mark.parametrize("setting", with_slow(compiled("policy")), ids=named)
     def test_compiled(self, two_ranks, setting):
         two_ranks.run(programs.fsdp, setting)
 

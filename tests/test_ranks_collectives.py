@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
@@ -32,6 +33,8 @@ class CollectiveCounter(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # so that what DTensor does inside of its ops comes by, too
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
             self.counts[str(func)] = self.counts.get(str(func), 0) + 1
         return func(*args, **(kwargs or {}))
@@ -39,6 +42,13 @@ class CollectiveCounter(TorchDispatchMode):
 
 def functional(x):
     return collectives.all_reduce((x * 3).sin(), "sum", dist.group.WORLD).exp().sin()
+
+
+def functional_in_place(x):
+    scale = (x.detach() * 3).sin()
+    torch.ops._c10d_functional.all_reduce_(scale, "sum", dist.group.WORLD.group_name)
+    torch.ops._c10d_functional.wait_tensor(scale)
+    return (x * scale.div_(2)).exp().sin()
 
 
 def in_place(x):
@@ -99,6 +109,7 @@ def in_place_async_then_changed(x):
 
 PROGRAMS = [
     functional,
+    functional_in_place,
     in_place,
     in_place_async,
     gathered,
@@ -148,8 +159,9 @@ def test_a_recomputation_communicates_nothing(two_ranks, way):
 @remat.checkpoint_region
 def two_results(x):
     first = (x * 2).sin()
+    second = first.cos()
     summed = collectives.all_reduce(first.detach().exp(), "sum", dist.group.WORLD)
-    return first.cos(), (first * summed).sin()
+    return second, (first * summed).sin()
 
 
 def want_different_results():
@@ -199,6 +211,26 @@ def count_of_tensor_parallel(compile_options, region):
     assert torch.equal(our_loss, loss)
     assert all(torch.equal(our_gradients[name], gradients[name]) for name in gradients)
     return counts, our_counts
+
+
+def redistribute_implicitly():
+    """Multiply matrices that are split over ranks: the sum, which `sin` needs whole, is a collective inside of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.randn(8, 4), mesh, [Replicate()]).requires_grad_()
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)])
+
+    def function(weight):
+        return (x @ weight).sin().exp()
+
+    for region in (remat.checkpoint_region(function), WAYS["recompute_all"](function), WAYS["checkpoint"](function)):
+        losses = [run(weight).full_tensor().sum() for run in (function, region)]
+        expected, found = [programs.whole(torch.autograd.grad(loss, weight)[0]) for loss in losses]
+        assert torch.equal(found, expected)
+
+
+def test_what_dtensor_communicates_inside_of_an_op_is_repeated_with_the_op(two_ranks):
+    two_ranks.run(redistribute_implicitly)
 
 
 LOWEST = {"inner": "aot_eager", "memory_budget": 0.01, "on_infeasible": "minimum"}

@@ -10,12 +10,14 @@ import ranks_programs as programs
 import torch
 import torch.distributed as dist
 from remat.passes.cost import Machine
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import remat
 from remat import calibration
 from remat.options import Options
 from remat.partition_fn import Partitioner
-from remat.ranks import Job
+from remat.ranks import Job, current_job
 
 
 def price_by_rank(call):
@@ -73,9 +75,24 @@ class TestSameGraph:
         plans = plans_of(two_ranks.run(plan, tmp_path, memory_budget=0.9))
         assert plans[0] == plans[1]
 
+    def test_ranks_whose_collectives_are_of_different_groups_use_one_plan(self, four_ranks, tmp_path):
+        orders = four_ranks.run(plan_in_two_groups, tmp_path)
+        assert orders[0] == orders[1] == orders[2] == orders[3]
+
     def test_the_regions_with_a_budget_of_eager_code_too(self, two_ranks, tmp_path):
         found = two_ranks.run(plan_of_region, tmp_path)
         assert found[0] == found[1]
+
+
+def plan_in_two_groups(folder):
+    """Split products over pairs of ranks: the graphs of the pairs name different groups."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = programs.split_products(programs.Model(dropout=0.0, num_layers=1), mesh["tensor"])
+    own = Path(folder) / f"of-rank-{dist.get_rank()}"
+    options = {"inner": "aot_eager", "cost_model": price_by_rank, "dump": str(own)}
+    torch.compile(model, backend="remat", options=options)(torch.randn(4, programs.HIDDEN)).sum().backward()
+    (path,) = own.glob("*.json")
+    return remat.Plan.load(path).order
 
 
 def plan_of_region(folder):
@@ -189,6 +206,13 @@ class TestLifetime:
     def test_after_its_group_is_gone_a_rank_plans_alone(self, two_ranks, tmp_path):
         plans = two_ranks.run(plan_after_the_group, tmp_path)
         assert plans[0] != plans[1]
+
+    def test_a_pretended_group_has_nobody_to_agree_with(self):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            assert current_job() is None
+        finally:
+            dist.destroy_process_group()
 
     def test_a_store_that_is_gone_is_an_error_that_says_so(self):
         class Gone:

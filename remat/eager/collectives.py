@@ -10,6 +10,7 @@ What FSDP does in its hooks is left alone, collectives included (`hooks`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,15 +39,22 @@ def may_run() -> bool:
 
 
 _is_watching = False
+_lock = threading.Lock()
 
 
 def watched() -> AbstractContextManager[Any]:
     """Keep the results of collectives in the running forward, or answer from what is kept in a recomputation."""
-    global _is_watching
     if not _is_watching:
-        watch_collectives(COLLECTIVE_NAMESPACES, _on_collective)
-        _is_watching = True
+        _start_watching()
     return watched_collectives()
+
+
+def _start_watching() -> None:
+    global _is_watching
+    with _lock:
+        if not _is_watching:
+            watch_collectives(COLLECTIVE_NAMESPACES, _on_collective)
+            _is_watching = True
 
 
 def _on_collective(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +75,11 @@ class _OneCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, execution: Execution) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._execution = execution
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without torch's wrapper that keeps compilers out of a mode: nothing is compiled in here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run or answer one op.
@@ -112,7 +125,7 @@ def _entry(facts: OpFacts, args: Any, out: Any) -> Entry:
     That takes waiting for it. Where the program itself does not wait, as with messages that ranks send each other
     crosswise, it is kept without a copy: whether it was changed is seen by its version when it is needed.
     """
-    if not facts.mutates:
+    if not facts.mutates or facts.updates_in_place:
         for tensor in tensors_of(out):
             torch.ops._c10d_functional.wait_tensor(tensor)
         return Entry(without_handles(out), OnMutation.COPY, is_written=True)

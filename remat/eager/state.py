@@ -213,11 +213,9 @@ class WatchedState:
         now = self._read_versions()
         if now == self._versions or len(now) != len(self._versions):
             return moved  # a different length: parameters came or went, and positions no longer tell
-        named = zip(self._named(), self._versions, now, strict=True)
-        changed = [item for item, before, after in named if before != after]
-        if self._identities is not None:
-            before = dict(zip([name for name, _ in self._named()], self._identities, strict=True))
-            changed = [(name, tensor) for name, tensor in changed if before[name] == id(tensor)]
+        identities = self._identities or [id(tensor) for _, tensor in self._named()]
+        rows = zip(self._named(), self._versions, now, identities, strict=True)
+        changed = [item for item, before, after, known in rows if before != after and known == id(item[1])]
         return moved + [(name, tensor) for name, tensor in changed if tensor is not None]
 
 
