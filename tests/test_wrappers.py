@@ -15,6 +15,12 @@ import torch
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as torch_wrappers
 from eager_testing import OpCounter
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
 import remat
@@ -208,6 +214,19 @@ def test_state_dict_goes_from_compiled_to_plain_to_wrapped() -> None:
     assert list(in_place.state_dict()) == list(plain.state_dict())
     in_place.load_state_dict(plain.state_dict())
     assert_same([*in_place.state_dict().values()], [*plain.state_dict().values()])
+
+
+def test_distributed_checkpoints_know_the_same_names() -> None:
+    plain, wrapped = make_model(), make_model(WRAPPERS["offload_inside"])
+    assert list(get_model_state_dict(wrapped)) == list(get_model_state_dict(plain))
+    run_step(wrapped)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (wrapped, plain)]
+    optimizers[0].step()
+    set_model_state_dict(plain, get_model_state_dict(wrapped))
+    set_optimizer_state_dict(plain, optimizers[1], get_optimizer_state_dict(wrapped, optimizers[0]))
+    assert_same([*plain.state_dict().values()], [*wrapped.state_dict().values()])
+    momenta = [[o.state[p]["momentum_buffer"] for p in o.param_groups[0]["params"]] for o in optimizers]
+    assert_same(*momenta)
 
 
 def test_keys_that_name_the_wrapper_are_loaded_too() -> None:
