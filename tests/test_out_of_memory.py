@@ -89,19 +89,19 @@ def run_step(model: nn.Module) -> list[torch.Tensor]:
     return [x.grad, *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
 
 
-def live_tensors() -> int:
+def live_tensors() -> dict[int, torch.Tensor]:
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
 
 
 PHASES = {"forward": {"when": 0}, "recomputation": {"when": 1}, "backward": {"in_backward": True}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [(kind, phase) for kind in KINDS for phase in PHASES if (kind, phase) != ("wrapper", "recomputation")],
+)
 def test_region_is_as_before_after_it_ran_out_of_memory(kind, phase) -> None:
-    if kind == "wrapper" and phase == "recomputation":
-        pytest.skip("nothing is recomputed")
     expected = run_step(KINDS[kind](Net()))
     model = KINDS[kind](Net())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -113,7 +113,7 @@ def test_region_is_as_before_after_it_ran_out_of_memory(kind, phase) -> None:
         run_step(model)
     Fuse.in_backward = False
     model.zero_grad()
-    assert live_tensors() == before, "what the failed step held is gone"
+    assert live_tensors().keys() <= before.keys(), "what the failed step held is gone"
     assert local.execution is None and local.recompute_depth == 0 and not remat.is_recomputing()
     torch.set_rng_state(random_before)
     model.load_state_dict(state)  # batch norm has seen the batch

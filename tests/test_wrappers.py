@@ -74,6 +74,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "offload_inside": lambda module: checkpoint_wrapper(checkpoint_wrapper(offload_wrapper(module))),
 }
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+# The reentrant kind knows tensors and tuples of them, and no transforms, in torch too.
+MODERN = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("reentrant", "use_reentrant")}
+each_modern_wrapper = pytest.mark.parametrize("wrap", MODERN.values(), ids=MODERN)
 
 
 def is_block(module: nn.Module) -> bool:
@@ -270,15 +273,13 @@ class Returns(nn.Module):
         return self.make(self.linear(x).sin())
 
 
-@each_wrapper
+@each_modern_wrapper
 @pytest.mark.parametrize(
     "make",
     [lambda y: (y, None, 3), lambda y: {"a": y, "b": [y * 2, "text"]}, lambda y: None, lambda y: y.detach()],
     ids=["tuple", "dict", "none", "no_grad"],
 )
 def test_any_result_and_keywords_only(wrap, make) -> None:
-    if wrap in (WRAPPERS["reentrant"], WRAPPERS["use_reentrant"]):
-        pytest.skip("the reentrant kind knows tensors and tuples of them, in torch too")
     x = torch.randn(2, 4, requires_grad=True)
     torch.manual_seed(0)
     plain = Returns(make)
@@ -327,12 +328,10 @@ def test_train_and_eval_reach_the_wrapped_module() -> None:
     assert not wrapped.eval().dropout.training and wrapped.train().dropout.training
 
 
-@each_wrapper
+@each_modern_wrapper
 def test_func_transforms_run_a_wrapper_as_plain_code(wrap) -> None:
     model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     x = torch.randn(4, 8)
-    if wrap in (WRAPPERS["reentrant"], WRAPPERS["use_reentrant"]):
-        pytest.skip("a function of autograd's without setup_context, in torch too")
     expected = torch.func.grad(lambda x: unwrap(copy.deepcopy(model))(x).sum())(x)
     assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
 
