@@ -214,17 +214,19 @@ def test_compiled_step_names_the_next_budget_and_works_again(phase, budget) -> N
     assert torch.equal(again, expected)
 
 
-def test_inductor_names_the_next_budget() -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_inductor_names_the_next_budget(phase) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return fused(x.sin(), "forward").cos()
 
     x = torch.randn(64, 64, requires_grad=True)
     compiled = torch.compile(function, backend="remat")
-    compiled(x).sum().backward()
-    Fuse.when = 0
+    (expected,) = torch.autograd.grad(compiled(x).sum(), x)
+    Fuse.when, Fuse.in_backward = (0, False) if phase == "forward" else (1, True)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        compiled(x)
+        torch.autograd.grad(compiled(x).sum(), x)
     assert "The next cheaper plan" in advice_of(caught.value)
+    assert torch.equal(torch.autograd.grad(compiled(x).sum(), x)[0], expected)
 
 
 def test_plan_that_is_not_known_leaves_a_fraction_to_try() -> None:
