@@ -276,7 +276,7 @@ def inductor_compile(
     def generate_code(*args: Any, **kwargs: Any) -> Any:
         # Inductor reads its setting for this once per thread, so a setting would come too late.
         with nullcontext() if may_fuse is None else V.set_choices_handler(_choices_with(may_fuse)):
-            generated = generate(*args, **kwargs)
+            generated: Any = generate(*args, **kwargs)
         run = getattr(generated, "current_callable", None)  # which goes into no cache
         if around is not None and callable(run):
             generated.current_callable = around(run)
