@@ -240,6 +240,20 @@ def test_keys_that_name_the_wrapper_are_loaded_too() -> None:
     assert torch.equal(wrapped.weight, weight) and torch.equal(wrapped.bias, bias)
 
 
+def test_extra_state_goes_both_ways() -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": 7}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.found = state
+
+    plain, wrapped = Stateful(2, 2), checkpoint_wrapper(offload_wrapper(Stateful(2, 2)))
+    plain.load_state_dict(wrapped.state_dict())
+    wrapped.load_state_dict(plain.state_dict())
+    assert plain.found == wrapped.found == {"count": 7}
+
+
 def test_versions_of_modules_are_kept_for_plain_and_wrapped_models() -> None:
     state = make_model(checkpoint_wrapper).state_dict()
     assert state._metadata["0.norm"] == {"version": 2}
