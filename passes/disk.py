@@ -31,7 +31,8 @@ MIN_BYTES = mmap.PAGESIZE
 
 _GRAIN = mmap.ALLOCATIONGRANULARITY
 _IN_MEMORY = ("tmpfs", "ramfs")
-_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # else a mapping takes a handle
+# Otherwise every mapping takes a file handle of its own.
+_OPTIONS: dict[str, Any] = {"trackfd": False} if os.name == "posix" and sys.version_info >= (3, 13) else {}
 
 
 class Arena:
@@ -135,7 +136,8 @@ class Arena:
             self._free.insert(index, (start, end))
             return
         self._end = start
-        self._file.truncate(start)  # nothing is mapped behind a range that is alive
+        if os.name == "posix":  # elsewhere a file that is mapped anywhere keeps its length
+            self._file.truncate(start)  # nothing is mapped behind a range that is alive
 
     def _no_room(self, num_bytes: int, error: OSError) -> OffloadError:
         held = self._end - sum(end - start for start, end in self._free)

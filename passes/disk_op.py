@@ -25,6 +25,11 @@ def to_disk_op() -> Any:
     return torch.ops.remat.to_disk.default
 
 
+def is_to_disk(op: Any) -> bool:
+    """True for the op, whoever asks."""
+    return str(op) == "remat.to_disk.default"
+
+
 def _to_disk(x: torch.Tensor, folder: str) -> torch.Tensor:
     if not goes_to_disk(x):
         host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")

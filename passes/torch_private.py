@@ -273,10 +273,11 @@ def inductor_compile(
     *,
     may_fuse: MayFuse | None = None,
     inner_compile: Callable[..., Any] | None = None,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with inductor under the given settings.
 
-    `may_fuse` may forbid a fusion; `inner_compile` replaces code generation.
+    `may_fuse` may forbid a fusion; `inner_compile` replaces code generation; `around` is put around what runs the code.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
@@ -286,7 +287,11 @@ def inductor_compile(
     def generate_code(*args: Any, **kwargs: Any) -> Any:
         # Inductor reads its setting for this once per thread, so a setting would come too late.
         with nullcontext() if may_fuse is None else V.set_choices_handler(_choices_with(may_fuse)):
-            return generate(*args, **kwargs)
+            generated: Any = generate(*args, **kwargs)
+        run = getattr(generated, "current_callable", None)  # which goes into no cache
+        if around is not None and callable(run):
+            generated.current_callable = around(run)
+        return generated
 
     compiled = compile_fx(gm, example_inputs, inner_compile=generate_code, config_patches=config_patches)
     assert callable(compiled), "inductor returns files only when it compiles ahead of time"

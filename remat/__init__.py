@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compat, policies
+from . import compat, policies, wrappers
 from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
@@ -56,6 +56,7 @@ __all__ = [
     "partitioner",
     "policies",
     "remove",
+    "wrappers",
 ]
 
 

@@ -35,10 +35,16 @@ def remat(
         has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
         memory = KEEP_ORDER if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
-        compiled = inductor_compile(gm, example_inputs, settings, may_fuse=may_fuse if has_order else None)
+        compiled = inductor_compile(
+            gm,
+            example_inputs,
+            settings,
+            may_fuse=may_fuse if has_order else None,
+            around=lambda compiled: advising(compiled, "compiled code", partitioner.peak_bytes),
+        )
         if partitioner.is_reported and not partitioner.num_planned:  # a cache had it, which keeps code and no reasons
             split_only(gm, example_inputs, settings)
-        return advising(compiled, "compiled code", partitioner.peak_bytes)
+        return compiled
     compiler = _graph_compiler(parsed.inner, partitioner)
     return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
 

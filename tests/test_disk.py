@@ -23,11 +23,18 @@ from torch import nn
 import remat
 from remat.wrappers import checkpoint_wrapper, offload_wrapper
 
+FILE_SYSTEM_OF = disk._file_system_of
 POLICIES = {
     "offload_all": remat.policies.offload_all(),
     "offload_names": remat.policies.offload_names("h"),
     "function": lambda ctx, op, *args, **kwargs: remat.CheckpointPolicy.PREFER_CPU_OFFLOAD,
 }
+
+
+@pytest.fixture(autouse=True)
+def any_folder_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tests' folder be in memory, which is warned of."""
+    monkeypatch.setattr(disk, "_file_system_of", lambda path: "")
 
 
 def file_bytes(folder: Path) -> int:
@@ -168,12 +175,12 @@ def test_wrapper_gives_the_same_step_and_leaves_nothing(dtype, tmp_path) -> None
     assert file_bytes(tmp_path) == 0 and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("engine", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    # What inductor is given is what aot_eager is given, so one of them is enough.
+    [*((name, engine) for name in POLICIES for engine in ("eager", "aot_eager")), ("offload_names", "inductor")],
+)
 def test_policy_gives_the_same_step_and_leaves_nothing(name, engine, tmp_path) -> None:
-    if engine == "inductor" and name != "offload_names":
-        pytest.skip("what inductor is given is what aot_eager is given; one of them is enough")
-
     def step(**options: Any) -> list[torch.Tensor]:
         model = Net()
         remat.apply(model, "", policy=POLICIES[name], **options)
@@ -194,6 +201,21 @@ def test_named_value_is_in_the_file_between_forward_and_backward(engine, tmp_pat
     out.sum().backward()
     del out
     assert file_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("engine", ["eager", "aot_eager"])
+def test_observed_peak_leaves_out_what_is_on_disk(engine, tmp_path) -> None:
+    def peak(**options: Any) -> int:
+        model = nn.Sequential(*(nn.Tanh() for _ in range(8)))
+        remat.apply(model, "", policy=remat.policies.offload_all(), **options)
+        call = model
+        if engine != "eager":
+            call = torch.compile(model, backend="remat", options={"inner": engine})
+        x = torch.randn(80, 64, requires_grad=True)
+        return remat.observe(lambda: call(x).sum()).measured.forward_end_bytes
+
+    assert peak() >= 8 * 80 * 64 * 4
+    assert peak(offload="disk", offload_folder=tmp_path) <= 2 * 80 * 64 * 4
 
 
 def test_offloaded_values_are_not_computed_again(tmp_path) -> None:
@@ -421,6 +443,11 @@ def test_folder_is_made_or_refused_by_name(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(remat.OffloadError, match=r"no file can be made in .*file.*Give an offload_folder"):
         offload_wrapper(nn.Tanh(), offload="disk", offload_folder=tmp_path / "file")(x)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mounts").exists(), reason="file systems are read from /proc")
+def test_file_system_of_a_folder_is_found() -> None:
+    assert FILE_SYSTEM_OF("/proc/self") == "proc"
 
 
 def test_folder_in_memory_is_warned_of(monkeypatch) -> None:

@@ -89,19 +89,19 @@ def run_step(model: nn.Module) -> list[torch.Tensor]:
     return [x.grad, *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
 
 
-def live_tensors() -> int:
+def live_tensors() -> dict[int, torch.Tensor]:
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
 
 
 PHASES = {"forward": {"when": 0}, "recomputation": {"when": 1}, "backward": {"in_backward": True}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [(kind, phase) for kind in KINDS for phase in PHASES if (kind, phase) != ("wrapper", "recomputation")],
+)
 def test_region_is_as_before_after_it_ran_out_of_memory(kind, phase) -> None:
-    if kind == "wrapper" and phase == "recomputation":
-        pytest.skip("nothing is recomputed")
     expected = run_step(KINDS[kind](Net()))
     model = KINDS[kind](Net())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -113,7 +113,7 @@ def test_region_is_as_before_after_it_ran_out_of_memory(kind, phase) -> None:
         run_step(model)
     Fuse.in_backward = False
     model.zero_grad()
-    assert live_tensors() == before, "what the failed step held is gone"
+    assert live_tensors().keys() <= before.keys(), "what the failed step held is gone"
     assert local.execution is None and local.recompute_depth == 0 and not remat.is_recomputing()
     torch.set_rng_state(random_before)
     model.load_state_dict(state)  # batch norm has seen the batch
@@ -214,17 +214,19 @@ def test_compiled_step_names_the_next_budget_and_works_again(phase, budget) -> N
     assert torch.equal(again, expected)
 
 
-def test_inductor_names_the_next_budget() -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_inductor_names_the_next_budget(phase) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return fused(x.sin(), "forward").cos()
 
     x = torch.randn(64, 64, requires_grad=True)
     compiled = torch.compile(function, backend="remat")
-    compiled(x).sum().backward()
-    Fuse.when = 0
+    (expected,) = torch.autograd.grad(compiled(x).sum(), x)
+    Fuse.when, Fuse.in_backward = (0, False) if phase == "forward" else (1, True)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        compiled(x)
+        torch.autograd.grad(compiled(x).sum(), x)
     assert "The next cheaper plan" in advice_of(caught.value)
+    assert torch.equal(torch.autograd.grad(compiled(x).sum(), x)[0], expected)
 
 
 def test_plan_that_is_not_known_leaves_a_fraction_to_try() -> None:

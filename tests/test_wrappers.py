@@ -15,6 +15,12 @@ import torch
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as torch_wrappers
 from eager_testing import OpCounter
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
 import remat
@@ -68,6 +74,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "offload_inside": lambda module: checkpoint_wrapper(checkpoint_wrapper(offload_wrapper(module))),
 }
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+# The reentrant kind knows tensors and tuples of them, and no transforms, in torch too.
+MODERN = {name: wrap for name, wrap in WRAPPERS.items() if name not in ("reentrant", "use_reentrant")}
+each_modern_wrapper = pytest.mark.parametrize("wrap", MODERN.values(), ids=MODERN)
 
 
 def is_block(module: nn.Module) -> bool:
@@ -210,12 +219,39 @@ def test_state_dict_goes_from_compiled_to_plain_to_wrapped() -> None:
     assert_same([*in_place.state_dict().values()], [*plain.state_dict().values()])
 
 
+def test_distributed_checkpoints_know_the_same_names() -> None:
+    plain, wrapped = make_model(), make_model(WRAPPERS["offload_inside"])
+    assert list(get_model_state_dict(wrapped)) == list(get_model_state_dict(plain))
+    run_step(wrapped)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (wrapped, plain)]
+    optimizers[0].step()
+    set_model_state_dict(plain, get_model_state_dict(wrapped))
+    set_optimizer_state_dict(plain, optimizers[1], get_optimizer_state_dict(wrapped, optimizers[0]))
+    assert_same([*plain.state_dict().values()], [*wrapped.state_dict().values()])
+    momenta = [[o.state[p]["momentum_buffer"] for p in o.param_groups[0]["params"]] for o in optimizers]
+    assert_same(*momenta)
+
+
 def test_keys_that_name_the_wrapper_are_loaded_too() -> None:
     wrapped = checkpoint_wrapper(checkpoint_wrapper(nn.Linear(2, 2)))
     weight, bias = torch.randn(2, 2), torch.randn(2)
     prefix = "_checkpoint_wrapped_module."
     wrapped.load_state_dict({f"{prefix}weight": weight, f"{prefix}{prefix}bias": bias})
     assert torch.equal(wrapped.weight, weight) and torch.equal(wrapped.bias, bias)
+
+
+def test_extra_state_goes_both_ways() -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": 7}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.found = state
+
+    plain, wrapped = Stateful(2, 2), checkpoint_wrapper(offload_wrapper(Stateful(2, 2)))
+    plain.load_state_dict(wrapped.state_dict())
+    wrapped.load_state_dict(plain.state_dict())
+    assert plain.found == wrapped.found == {"count": 7}
 
 
 def test_versions_of_modules_are_kept_for_plain_and_wrapped_models() -> None:
@@ -251,15 +287,13 @@ class Returns(nn.Module):
         return self.make(self.linear(x).sin())
 
 
-@each_wrapper
+@each_modern_wrapper
 @pytest.mark.parametrize(
     "make",
     [lambda y: (y, None, 3), lambda y: {"a": y, "b": [y * 2, "text"]}, lambda y: None, lambda y: y.detach()],
     ids=["tuple", "dict", "none", "no_grad"],
 )
 def test_any_result_and_keywords_only(wrap, make) -> None:
-    if wrap in (WRAPPERS["reentrant"], WRAPPERS["use_reentrant"]):
-        pytest.skip("the reentrant kind knows tensors and tuples of them, in torch too")
     x = torch.randn(2, 4, requires_grad=True)
     torch.manual_seed(0)
     plain = Returns(make)
@@ -308,12 +342,10 @@ def test_train_and_eval_reach_the_wrapped_module() -> None:
     assert not wrapped.eval().dropout.training and wrapped.train().dropout.training
 
 
-@each_wrapper
+@each_modern_wrapper
 def test_func_transforms_run_a_wrapper_as_plain_code(wrap) -> None:
     model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     x = torch.randn(4, 8)
-    if wrap in (WRAPPERS["reentrant"], WRAPPERS["use_reentrant"]):
-        pytest.skip("a function of autograd's without setup_context, in torch too")
     expected = torch.func.grad(lambda x: unwrap(copy.deepcopy(model))(x).sum())(x)
     assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
 

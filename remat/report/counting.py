@@ -38,6 +38,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ..passes.disk_op import is_to_disk
 from ..passes.torch_private import TorchDispatchMode, tree_leaves
 
 Counter = Literal["dispatch", "allocator"]
@@ -263,7 +264,9 @@ class _DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.book.note_external(storage)
         outputs = func(*args, **kwargs)
         for storage in _storages(outputs):
-            if self.book.note_allocated(storage) and self.note_origin is not None:
+            if is_to_disk(func):
+                self.book.note_external(storage)  # the pages of a file
+            elif self.book.note_allocated(storage) and self.note_origin is not None:
                 self.note_origin(self.book.number_of(storage), func, storage)
         return outputs
 
