@@ -19,7 +19,7 @@ from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
 from remat.eager.execution import Execution, local
 from remat.eager.frames import Frame
-from remat.eager.reach import generators_of, reach, reach_arguments
+from remat.eager.reach import generators_of, reach
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
 from remat.eager.saved import adopt_child, open_segment
@@ -149,10 +149,7 @@ def _contexts(spec: RegionSpec, debug: bool) -> Any:
 def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec) -> Frame:
     early_stop = early_stop_override.get()
     frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
-    reached = reach(function)
-    reach_arguments(range(len(args)), args, reached)
-    if kwargs:
-        reach_arguments(kwargs, kwargs.values(), reached)
+    reached = reach(function, args, kwargs)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
     if is_tracing():

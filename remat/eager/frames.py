@@ -58,6 +58,10 @@ class Holder:
     values: dict[Any, torch.Tensor | Overwritten] | None = None
 
 
+Save = tuple["weakref.ref[Holder]", CodeType, int, Metadata]
+"""One tensor that autograd saved in forward: its holder, the code and instruction that saved it, what a check noted."""
+
+
 class Frame:
     """One call of a region, from its forward until backward no longer needs it."""
 
@@ -87,9 +91,7 @@ class Frame:
         self.name = name
         self.early_stop = early_stop
         self.check = check
-        self.holders: list[weakref.ref[Holder]] = []
-        self.metadata: list[Metadata] = []
-        self.where: list[tuple[Any, int]] = []
+        self.saves: list[Save] = []
 
     def note_training(self, reached: Reached) -> None:
         """Remember whether the modules at the top were in train mode, for an error's guess at the cause."""
@@ -97,8 +99,7 @@ class Frame:
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Holder], Callable[[Holder], torch.Tensor]]:
         """Return the pack and unpack hooks of the forward."""
-        add_holder, add_metadata, add_where = self.holders.append, self.metadata.append, self.where.append
-        check, ref, getframe = self.check, weakref.ref, sys._getframe
+        add_save, check, ref, getframe = self.saves.append, self.check, weakref.ref, sys._getframe
         frame = self
 
         def pack(tensor: torch.Tensor) -> Holder:
@@ -107,14 +108,12 @@ class Frame:
             if segment is not None:
                 segment.is_taken = True
                 holder.segment = segment
-            add_holder(ref(holder))
             caller = getframe(1)
-            add_where((caller.f_code, caller.f_lasti))
-            if check is default_metadata:
-                add_metadata((tensor.shape, tensor.dtype, tensor.device))
-            elif check is not None:
-                with torch.no_grad():
-                    add_metadata(check(tensor))
+            if check is default_metadata:  # as it would answer, without the call
+                metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device)
+            else:
+                metadata = _noted(check, tensor)
+            add_save((ref(holder), caller.f_code, caller.f_lasti, metadata))
             return holder
 
         return pack, self._unpack
@@ -122,10 +121,13 @@ class Frame:
     def _unpack(self, holder: Holder) -> torch.Tensor:
         group = get_graph_exec_group()
         task = group if group is not None else current_graph_task_id()
-        if holder.values is not None:
-            value = holder.values.pop(task, None)
+        values = holder.values
+        if values is not None:
+            value = values.pop(task, None)
             if value is not None:
-                return _accepted(value)
+                if type(value) is Overwritten:
+                    raise value.refuse()
+                return value  # type: ignore[return-value]
         try:
             return self._recompute_for(holder, task, group)
         except CheckpointError as error:
@@ -163,7 +165,7 @@ class Frame:
         """True if a run inside the recomputation of an outer region can serve this one's backward."""
         if task == -1 or task in self._tasks or (self._groups is not None and task in self._groups):
             return False
-        return any(reference() is not None for reference in self.holders)
+        return any(reference() is not None for reference, *_ in self.saves)
 
     def refill(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Execution) -> Any:
         """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
@@ -283,6 +285,13 @@ class Frame:
     def _argument_name(self, index: int) -> str:
         """Name the index-th argument (positional, then keyword) as the function's signature does."""
         return f"argument {argument_name(self._function, index, self.arguments)} of {self.label}"
+
+
+def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
+    if check is None:
+        return None
+    with torch.no_grad():
+        return check(tensor)
 
 
 def _accepted(value: torch.Tensor | Overwritten) -> torch.Tensor:

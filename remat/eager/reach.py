@@ -34,15 +34,19 @@ TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
 _WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
 
 
-@dataclass(slots=True)
 class Reached:
     """Tensors with their names, modules with their names, explicit generators, and the functions gone through."""
 
-    tensors: list[tuple[Name, torch.Tensor]] = field(default_factory=list)
-    modules: list[tuple[Name, nn.Module]] = field(default_factory=list)
-    generators: list[Any] = field(default_factory=list)
-    codes: list[types.CodeType] = field(default_factory=list)
-    visited: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no other object takes the id
+    __slots__ = ("codes", "generators", "modules", "tensor_names", "tensors", "visited")
+
+    def __init__(self, visited: dict[int, Any] | None = None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.tensor_names: list[Name] = []  # beside the tensors, so that those can be gone through quickly
+        self.modules: list[tuple[Name, nn.Module]] = []
+        self.generators: list[Any] = []
+        self.codes: list[types.CodeType] = []
+        # By id, and held, so that no other object takes the id.
+        self.visited: dict[int, Any] = {} if visited is None else visited
 
     def is_empty(self) -> bool:
         """True if nothing was found that a region might read."""
@@ -81,23 +85,28 @@ def kind_of(value: Any) -> int:
     return kind
 
 
-def reach(function: Any) -> Reached:
-    """Return what a function can reach without its arguments."""
+def reach(function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Reached:
+    """Return what a function can reach, by itself or from arguments.
+
+    Tensors among the arguments themselves are left out: they are looked after elsewhere.
+    """
     found = Reached()
     todo: Todo = []
-    _look_into_callable("", function, found, todo)
-    _finish(todo, found)
-    return found
-
-
-def reach_arguments(names: Iterable[Any], values: Iterable[Any], found: Reached) -> None:
-    """Add what arguments lead to; tensors among the arguments themselves are looked after elsewhere."""
-    todo: Todo = []
-    for name, value in zip(names, values, strict=False):
+    if type(function) is types.FunctionType:
+        _look_into_function(function, found, todo)
+    else:
+        _look_into_callable("", function, found, todo)
+    for position, value in enumerate(args):
         kind = _kinds.get(type(value))
-        if kind != NOTHING and kind != TENSOR and kind_of(value) != TENSOR:
-            _meet(f"argument {name}", value, found, todo)
-    _finish(todo, found)
+        if kind != TENSOR and kind != NOTHING and kind_of(value) != TENSOR:
+            _meet(f"argument {position}", value, found, todo)
+    if kwargs:
+        for name, value in kwargs.items():
+            if kind_of(value) != TENSOR:
+                _meet(f"argument {name}", value, found, todo)
+    if todo:
+        _finish(todo, found)
+    return found
 
 
 Todo = list[tuple[Name, Any, int]]  # objects still to be looked into, with their kinds
@@ -129,7 +138,8 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if kind == NOTHING:
         return
     if kind == TENSOR:
-        found.tensors.append((name, value))
+        found.tensors.append(value)
+        found.tensor_names.append(name)
     elif kind == GENERATOR:
         found.generators.append(value)
     elif id(value) not in found.visited:
@@ -142,8 +152,12 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if len(value) > _MAX_ITEMS:
         return
-    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        _meet((name, key), item, found, todo)
+    for key, item in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
+        if _kinds.get(type(item)) == TENSOR:  # as `_meet` does, for lists of weights
+            found.tensors.append(item)
+            found.tensor_names.append((name, key))
+        else:
+            _meet((name, key), item, found, todo)
 
 
 def _look_into_callable(name: Name, function: Any, found: Reached, todo: Todo) -> None:
@@ -209,16 +223,14 @@ def _look_into_module(module: nn.Module, found: Reached, todo: Todo) -> None:
 def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo) -> None:
     code = function.__code__
     found.codes.append(code)
+    facts = _facts_of_codes.get(id(code)) or _look_at_code(code)
     if function.__closure__ is not None:
-        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+        for name, cell in zip(facts.free_names, function.__closure__):  # noqa: B905 (as many as there are cells)
             try:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            kind = _kinds.get(type(value))
-            if kind == TENSOR:
-                found.tensors.append((name, value))
-            elif kind != NOTHING:
+            if _kinds.get(type(value)) != NOTHING:
                 _meet(name, value, found, todo)
     if function.__defaults__:
         _meet("default argument", function.__defaults__, found, todo)
@@ -227,7 +239,7 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
     if not _is_users(function):
         return  # torch's own globals hold no user state
     variables = function.__globals__
-    for name in _global_names(code):
+    for name in facts.global_names:
         value = variables.get(name)
         if value is None:
             continue
@@ -241,9 +253,38 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
             _meet(name, value, found, todo)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeFacts:
+    """The names that a function's code speaks of."""
+
+    code: types.CodeType
+    """Held, so that no other code takes its id."""
+    free_names: tuple[str, ...]
+    global_names: tuple[str, ...]
+
+
+_MAX_CODES = 4096
+# By id: the hash of a code object is computed from all it consists of, each time.
+_facts_of_codes: dict[int, CodeFacts] = {}
+
+
+def _look_at_code(code: types.CodeType) -> CodeFacts:
+    if len(_facts_of_codes) >= _MAX_CODES:
+        _facts_of_codes.clear()
+    facts = _facts_of_codes[id(code)] = CodeFacts(code, code.co_freevars, _global_names(code))
+    return facts
+
+
+_users_packages: dict[str | None, bool] = {None: True}
+
+
 def _is_users(function: Any) -> bool:
     module = getattr(function, "__module__", None)
-    return module is None or module.partition(".")[0] not in _WITHOUT_STATE
+    is_users = _users_packages.get(module)
+    if is_users is None:
+        assert module is not None, "known from the start"
+        is_users = _users_packages[module] = module.partition(".")[0] not in _WITHOUT_STATE
+    return is_users
 
 
 Variables = tuple[

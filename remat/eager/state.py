@@ -164,25 +164,32 @@ class BufferState:
 class WatchedState:
     """What a region's forward could read besides its arguments, as it was at entry."""
 
-    __slots__ = ("_parameters", "_tensors", "_versions", "buffers")
+    __slots__ = ("_names", "_parameters", "_tensors", "_versions", "buffers")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
-        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in reached.tensors]
+        self._tensors = [weakref.ref(tensor) for tensor in reached.tensors]
+        self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
+        self.buffers: BufferState | None = None
+        if reached.modules:
+            self._look_into_modules(reached.modules, region_key)
+        self._versions = self._read_versions()
+
+    def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
-        for root, module in reached.modules:
+        for root, module in modules:
             tree = module_tree(module)
             self._parameters += [((root, name), values) for name, values in tree.parameters]
             for name, reference in tree.with_buffers:
                 child = reference()
                 if child is not None:
                     with_buffers.append((_join(root, name), child))
-        self.buffers = BufferState(with_buffers, region_key) if with_buffers else None
-        self._versions = self._read_versions()
+        if with_buffers:
+            self.buffers = BufferState(with_buffers, region_key)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, reference in self._tensors:
+        for name, reference in zip(self._names, self._tensors, strict=True):
             yield name_text(name), reference()
         for label, parameters in self._parameters:
             for name, value in parameters.items():
@@ -191,7 +198,7 @@ class WatchedState:
 
     def _read_versions(self) -> list[int]:
         try:
-            versions = [reference()._version for _, reference in self._tensors]  # type: ignore[union-attr]
+            versions = [reference()._version for reference in self._tensors]  # type: ignore[union-attr]
             for _, parameters in self._parameters:
                 versions += [value._version for value in parameters.values() if value is not None]
         except (RuntimeError, AttributeError):
