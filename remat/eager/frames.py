@@ -51,12 +51,38 @@ _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tenso
 class Holder:
     """What autograd keeps in place of a tensor: room for its recomputed value, per backward pass.
 
-    There is one per saved tensor, made in forward, so what it starts with is said for the class.
+    There is one per saved tensor, so making and filling one must be quick: slots, set by who makes it, and a dictionary
+    only for the rare case of two backward passes at a time.
     """
 
-    segment: Segment | None = None  # keeps alive what a policy saved before this point, and nothing saved after it
-    values: dict[Any, torch.Tensor | Overwritten] | None = None
+    __slots__ = ("__weakref__", "others", "segment", "task", "value")
 
+    others: dict[Any, Recomputed] | None
+    """Values for other backward passes than `task`."""
+    segment: Segment
+    """Keeps alive what a policy saved before this point, and nothing saved after it; not set without a policy."""
+    task: Any
+    """The backward pass that `value` is for; None if there is none."""
+    value: Recomputed | None
+
+    def put(self, task: Any, value: Recomputed) -> None:
+        """Keep a value for a backward pass."""
+        if self.task is None or self.task == task:
+            self.task, self.value = task, value
+            return
+        if self.others is None:
+            self.others = {}
+        self.others[task] = value
+
+    def take(self, task: Any) -> Recomputed | None:
+        """Return the value for a backward pass, if there is one, and forget it."""
+        if self.task is not None and self.task == task:
+            value, self.task, self.value = self.value, None, None
+            return value
+        return self.others.pop(task, None) if self.others is not None else None
+
+
+Recomputed = torch.Tensor | Overwritten
 
 Save = tuple["weakref.ref[Holder]", CodeType, int, Metadata]
 """One tensor that autograd saved in forward: its holder, the code and instruction that saved it, what a check noted."""
@@ -104,6 +130,7 @@ class Frame:
 
         def pack(tensor: torch.Tensor) -> Holder:
             holder = Holder()
+            holder.task = holder.others = None
             segment = frame.segment
             if segment is not None:
                 segment.is_taken = True
@@ -121,13 +148,12 @@ class Frame:
     def _unpack(self, holder: Holder) -> torch.Tensor:
         group = get_graph_exec_group()
         task = group if group is not None else current_graph_task_id()
-        values = holder.values
-        if values is not None:
-            value = values.pop(task, None)
-            if value is not None:
-                if type(value) is Overwritten:
-                    raise value.refuse()
-                return value  # type: ignore[return-value]
+        if holder.task is not None and holder.task == task:  # as `take` does, without the call
+            value = holder.value
+            holder.task = holder.value = None
+            if type(value) is Overwritten:
+                raise value.refuse()
+            return value  # type: ignore[return-value]
         try:
             return self._recompute_for(holder, task, group)
         except CheckpointError as error:
@@ -137,7 +163,7 @@ class Frame:
 
     def _recompute_for(self, holder: Holder, task: Any, group: Any) -> torch.Tensor:
         with self._lock:  # two threads of one backward may ask at once; the second finds the value
-            value = holder.values.pop(task, None) if holder.values is not None else None
+            value = holder.take(task)
             if value is not None:
                 return _accepted(value)
             if group is not None:
@@ -149,8 +175,9 @@ class Frame:
             else:
                 self._recompute(task, None)
                 self.note_recomputed(task)
-            assert holder.values is not None, "a recomputation that ended well fills every living holder"
-            return _accepted(holder.values.pop(task))
+            value = holder.take(task)
+            assert value is not None, "a recomputation that ended well fills every living holder"
+            return _accepted(value)
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""

@@ -121,10 +121,10 @@ class Recomputation:
                 return value
             holder = save[0]()
             if holder is not None and (only is None or holder is only):
-                if holder.values is None:
-                    holder.values = {task: value}
+                if holder.task is None:  # as `put` does, without the call
+                    holder.task, holder.value = task, value
                 else:
-                    holder.values[task] = value
+                    holder.put(task, value)
                 try:
                     watch((tensor, tensor._version, holder))
                 except (RuntimeError, AttributeError):  # as in `version_of`, without the call
@@ -242,8 +242,8 @@ def mark_overwritten(frame: Frame, watched: list[Any], task: Any) -> None:
                 continue
         except (RuntimeError, AttributeError):  # as in `version_of`, without the call
             continue
-        if holder.values is not None and task in holder.values:
-            holder.values[task] = Overwritten(frame, tensor)
+        if holder.take(task) is not None:
+            holder.put(task, Overwritten(frame, tensor))
 
 
 def _index_of(holder: Holder | None, saves: list[Save]) -> int:
@@ -253,8 +253,8 @@ def _index_of(holder: Holder | None, saves: list[Save]) -> int:
 def _forget(frame: Frame, task: Any) -> None:
     for reference, *_ in frame.saves:
         holder = reference()
-        if holder is not None and holder.values is not None:
-            holder.values.pop(task, None)
+        if holder is not None:
+            holder.take(task)
 
 
 def _save_point(caller: Any) -> SavePoint:
