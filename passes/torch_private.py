@@ -402,14 +402,17 @@ def skip_code(code: CodeType) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
+_PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region
+
+
 def is_tracing_proxies() -> bool:
     """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not _is_non_strict_tracing()
+    return _get_dispatch_mode(_PROXY) is not None and not _is_non_strict_tracing()
 
 
 def is_tracing() -> bool:
     """True while ops are being recorded into an FX graph by anybody."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+    return _get_dispatch_mode(_PROXY) is not None
 
 
 def fx_current_meta() -> dict[str, Any]:
@@ -419,13 +422,13 @@ def fx_current_meta() -> dict[str, Any]:
 
 def traced_nodes_so_far() -> int:
     """Count the nodes of the graph that is being traced."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def traced_nodes_since(mark: int) -> Iterator[Any]:
     """Return the nodes traced since `traced_nodes_so_far` said `mark`, newest first."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     if mode is None:
         return iter(())
     nodes = mode.tracer.graph.nodes
@@ -528,7 +531,7 @@ def is_faking() -> bool:
 
 def tracer() -> Any:
     """The object that records the graph being traced, one per graph; None outside."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     return None if mode is None else mode.tracer
 
 

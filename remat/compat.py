@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as _traced_checkpoint
 
@@ -70,7 +70,7 @@ def checkpoint(
     if use_reentrant is None:
         warnings.warn(f"torch.utils.checkpoint: {_USE_REENTRANT_TIP}", stacklevel=2)
         use_reentrant = True
-    if not use_reentrant and torch.compiler.is_dynamo_compiling():
+    if not use_reentrant and is_dynamo_compiling():
         # Dynamo records this function of torch's as a region of its graph; it is not run.
         return _traced_checkpoint(
             function,

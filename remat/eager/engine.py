@@ -24,7 +24,7 @@ from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
 from remat.eager.saved import adopt_child, open_segment
 from remat.eager.selective import Selective
-from remat.eager.settings import debug_override, early_stop_override
+from remat.eager.settings import Overrides, overrides
 from remat.eager.state import WatchedState
 from remat.eager.write_guard import Clearance
 from remat.passes.torch_private import (
@@ -79,8 +79,8 @@ def cached_spec(
 
 def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
     """Call a function as a region: keep its inputs, not its activations, and run it again in backward."""
-    debug = debug_override.get()
-    debug = spec.debug if debug is None else debug
+    around = overrides.get()
+    debug = spec.debug if around.debug is None else around.debug
     if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
     if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
@@ -91,30 +91,65 @@ def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spe
     if get_eval_frame_callback() is not None:
         # Called from compiled code after a graph break: what runs here must run alike in backward, so not
         # compiled.
-        return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug)
-    return _run_with_grad(function, args, kwargs, spec, debug)
+        return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug, around)
+    return _run_with_grad(function, args, kwargs, spec, debug, around)
 
 
 def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
     return run_uncompiled(run, *args)
 
 
-def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
+def _run_with_grad(
+    function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool, around: Overrides
+) -> Any:
     outer = local.execution
+    if outer is None and spec.selective is None and spec.context_fn is noop_context_fn and not debug:
+        frame = _open_frame(function, args, kwargs, spec, around)
+        out = _run_alone(frame, function, args, kwargs)
+        _seal(frame, None, 0)
+        return out
     number, replay, former = _enter_child(outer)
     if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
         return former.refill(args, kwargs, outer)
     contexts = _contexts(spec, debug)
-    frame = _open_frame(function, args, kwargs, spec)
+    frame = _open_frame(function, args, kwargs, spec, around)
     if outer is not None and outer.frame is not None:
         frame.outer_names = outer.frame.names
         if outer.task is None:
             outer.frame.children = outer.frame.children or {}
             outer.frame.children[number] = weakref.ref(frame)
-    local.execution = execution = Execution(frame, replay)
+    execution = Execution(frame, None)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
+    out = _run_inside(outer, execution, forward_context, function, args, kwargs)
+    _seal(frame, outer, number)
+    return out
+
+
+def _run_alone(frame: Frame, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a region that has no context and no region around it, as most have none."""
+    local.execution = execution = Execution(frame, None)
     pack, unpack = frame.hooks()
-    outer_mode = outer.mode if outer is not None else None
+    push_saved_tensors_hooks(pack, unpack)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop_saved_tensors_hooks()
+        local.execution = execution.frame = None
+
+
+def _run_inside(
+    outer: Execution | None,
+    execution: Execution,
+    forward_context: AbstractContextManager[Any] | None,
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the forward of a region under its context, inside the region around it."""
+    frame, replay, outer_mode = execution.frame, execution.replay, outer.mode if outer is not None else None
+    assert frame is not None, "it is let go of below"
+    local.execution = execution
+    pack, unpack = frame.hooks()
     if outer_mode is not None:
         outer_mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
     push_saved_tensors_hooks(pack, unpack)
@@ -126,15 +161,14 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
         if isinstance(execution.mode, Recorder):
             execution.mode.note_rng_after()
         elif replay is not None:
-            replay.store.restore_rng_after()
+            replay.restore_rng_after()
+        return out
     finally:
         pop_saved_tensors_hooks()
         if outer_mode is not None:
             outer_mode.num_suspensions -= 1
         local.execution = outer
         _detach_recorder(execution)
-    _seal(frame, outer, number)
-    return out
 
 
 def _contexts(spec: RegionSpec, debug: bool) -> Any:
@@ -146,22 +180,25 @@ def _contexts(spec: RegionSpec, debug: bool) -> Any:
     return spec.context_fn()
 
 
-def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec) -> Frame:
-    early_stop = early_stop_override.get()
-    frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
-    reached = reach(function, args, kwargs)
+def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, around: Overrides) -> Frame:
+    """Note all that a recomputation must find as it is now."""
+    early_stop = spec.early_stop if around.early_stop is None else around.early_stop
+    frame = Frame(function, spec.name, early_stop, spec.check)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
     if is_tracing():
         frame.copies_by_op = True  # so that the graph being traced has them
         return frame  # and nothing of ours: what follows is about values, and there are none
-    frame.clearance = Clearance(reached)
+    reached = reach(function, args, kwargs)
+    frame.clearance = clearance = Clearance(reached)
     if spec.preserve_rng_state:
         frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
-    if reached.tensors or reached.modules:
-        frame.state = WatchedState(reached, (_region_key(function), frame.clearance.codes))
-        if reached.modules:
-            frame.note_training(reached)
+    if reached.modules:
+        clearance.keep_codes()
+        frame.state = WatchedState(reached, (_region_key(function), clearance.codes))
+        frame.note_training(reached)
+    elif reached.tensors:
+        frame.state = WatchedState(reached, None)
     return frame
 
 

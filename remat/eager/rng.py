@@ -12,7 +12,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -250,12 +250,12 @@ class RngSnapshot:
 
     __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
-    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any]) -> None:
+    def __init__(self, devices: Iterable[torch.device], generators: Sequence[Any]) -> None:
         self.cpu: Any = _torch.peek()
         self.python: Any = _python.peek()
         self.numpy: Any = _numpy.peek()
-        self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
-        self.generators = [(generator, state_of(generator)) for generator in generators]
+        self.devices = [(d, device_module(d.type).get_rng_state(d)) for d in devices] if devices else []
+        self.generators = [(g, state_of(g)) for g in generators] if generators else []
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
@@ -284,8 +284,9 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    if _torch.peek()[:2] != snapshot.cpu[:2]:
-        _torch.restore(snapshot.cpu)
+    now, wanted = _torch.peek(), snapshot.cpu
+    if now is not wanted and now[:2] != wanted[:2]:  # the same object between two draws
+        _torch.restore(wanted)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
@@ -364,17 +365,19 @@ class DefaultDeviceType:
         return DefaultDeviceType._default_device_type
 
 
-def accelerator_devices(args: Iterable[Any]) -> list[torch.device]:
+def accelerator_devices(args: Iterable[Any]) -> Iterable[torch.device]:
     """Return the devices, other than the CPU, of the tensors among some arguments, each once, in order."""
-    devices: dict[torch.device, None] = {}
+    devices: dict[torch.device, None] | None = None
     for arg in args:
         if isinstance(arg, torch.Tensor):
             if not arg.is_cpu and arg.device.type != "meta":
+                devices = devices or {}
                 devices[arg.device] = None
         elif isinstance(arg, (list, tuple, dict)):
+            devices = devices or {}
             leaves = tree_leaves(arg)
             devices.update(dict.fromkeys(accelerator_devices(x for x in leaves if isinstance(x, torch.Tensor))))
-    return list(devices)
+    return devices or ()
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:

@@ -41,29 +41,35 @@ _cleared_modules: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = w
 class Clearance:
     """Whether a region, known by the functions and modules it leads to, was once recomputed under guard."""
 
-    __slots__ = ("_modules", "codes")
+    __slots__ = ("_held_codes", "_modules", "codes")
 
     def __init__(self, reached: Reached) -> None:
-        self.codes = tuple([id(code) for code in reached.codes])
-        for code in reached.codes:
-            _kept_codes[id(code)] = code
-        self._modules = [weakref.ref(module) for _, module in reached.modules]
+        self.codes = tuple(map(id, reached.codes))
+        self._held_codes = reached.codes
+        self._modules = [weakref.ref(module) for _, module in reached.modules] if reached.modules else None
 
     def is_given(self) -> bool:
         """True if this region needs no guard."""
-        if not self._modules:
+        if self._modules is None:
             return self.codes in _cleared
         modules = [reference() for reference in self._modules]
         return all(module is None or self.codes in _cleared_modules.get(module, ()) for module in modules)
 
     def give(self) -> None:
         """Remember that the region changes nothing that it should not."""
-        if not self._modules:
+        self.keep_codes()
+        if self._modules is None:
             _cleared.add(self.codes)
+            return
         for reference in self._modules:
             module = reference()
             if module is not None:
                 _cleared_modules.setdefault(module, set()).add(self.codes)
+
+    def keep_codes(self) -> None:
+        """Keep the functions alive by whose numbers something is remembered."""
+        for code in self._held_codes:
+            _kept_codes[id(code)] = code
 
 
 class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
