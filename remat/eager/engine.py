@@ -118,7 +118,7 @@ def _run_with_grad(
         if outer.task is None:
             outer.frame.children = outer.frame.children or {}
             outer.frame.children[number] = weakref.ref(frame)
-    execution = Execution(frame, None)
+    execution = Execution(frame, outer)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
     out = _run_inside(outer, execution, forward_context, function, args, kwargs)
     _seal(frame, outer, number)

@@ -198,7 +198,9 @@ class Frame:
         """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
         SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
         run = Recomputation(self, outer.task, None, stops=False)
-        local.execution = execution = Execution(self, self.store, outer.task)
+        execution = Execution(self, outer, outer.task)
+        execution.replay, execution.watched = self.store, outer.watched
+        local.execution = execution
         context: AbstractContextManager[Any] | None = None
         if self.selective is not None:
             context = execution.mode = self.selective.replayer(self.store)
@@ -208,7 +210,7 @@ class Frame:
             outer.mode.num_suspensions += 1
         try:
             with context if context is not None else nullcontext():
-                out = run.call(self._function, args, kwargs)
+                out = run.call(self._function, args, kwargs, execution.watched)
         except BaseException:
             run.forget()
             raise
@@ -243,33 +245,29 @@ class Frame:
         surroundings = self._surroundings(run)
         had_grad, outer = torch.is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
-        local.execution = execution = Execution(self, self.store, task)
-        local.recompute_depth += 1
-        outer_watched, local.watched = local.watched, []
-        watched = local.watched
+        local.execution = execution = Execution(self, outer, task)
+        execution.replay = self.store
         set_grad_enabled(True)
         try:
             if surroundings:
                 execution.mode = surroundings[-1] if self.selective is not None else None
                 with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
-                    run.call(self._function, args, kwargs)
+                    run.call(self._function, args, kwargs, execution.watched)
             else:
-                run.call(self._function, args, kwargs)
-            mark_overwritten(self, watched, task)
+                run.call(self._function, args, kwargs, execution.watched)
+            mark_overwritten(self, execution.watched, task)
         except BaseException:
             run.forget()
             raise
         finally:
-            watched.clear()  # the tensors in it know the hooks by their history, and those know the list
+            execution.watched.clear()  # the tensors in it know the hooks by their history, and those know the list
             set_grad_enabled(had_grad)
-            local.recompute_depth -= 1
-            local.watched = outer_watched
             local.execution = outer
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
-        if self.clearance is not None:
-            self.clearance.give()
+        if surroundings and self.clearance is not None:
+            self.clearance.give()  # without any, it was given before
         if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
             run.forget_after_backward()
 

@@ -23,7 +23,6 @@ from remat.eager.determinism import (
     more_error,
 )
 from remat.eager.errors import CheckpointError
-from remat.eager.execution import local
 from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard
 from remat.passes.module_path import current_module_path
@@ -65,7 +64,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class Recomputation:
     """One run of a frame's forward for backward."""
 
-    __slots__ = ("_frame", "_mismatches", "_only", "_rest", "_stops", "_task", "guard", "num_needed", "stop")
+    __slots__ = ("_frame", "_is_complete", "_mismatches", "_only", "_rest", "_stops", "_task", "guard", "num_needed", "stop")
 
     def __init__(self, frame: Frame, task: Any, only: Holder | None, stops: bool = True) -> None:
         saves = frame.saves
@@ -74,6 +73,7 @@ class Recomputation:
         self._only = only
         self._stops = stops and (frame.early_stop or only is not None)
         self._mismatches: list[tuple[Mismatch, Any]] = []
+        self._is_complete = False  # known to have saved all that was needed
         self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
@@ -87,25 +87,27 @@ class Recomputation:
         """How many of the tensors that the forward saved this run has saved too."""
         return len(self._frame.saves) - operator.length_hint(self._rest)
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function until all that is wanted has been saved; return its result if it gets there."""
-        push_saved_tensors_hooks(self._pack_hook(), _identity)
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: list[Any]) -> Any:
+        """Run the function until all that is wanted has been saved; return its result if it gets there.
+
+        What is saved is listed in `watched`: tensor, its version then, holder.
+        """
+        push_saved_tensors_hooks(self._pack_hook(watched), _identity)
         try:
             return function(*args, **kwargs)
         except _StopRecomputation as stop:
             if stop is not self.stop:
                 raise
             stop.__traceback__ = None  # its frames hold every tensor of the recomputation
+            self._is_complete = True
         finally:
             pop_saved_tensors_hooks()
 
-    def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         check, rest, run = frame.check, self._rest, self
         detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
         last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
-        watched = local.watched
-        assert watched is not None, "a recomputation sets this up before it runs anything"
         watch = watched.append
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,6 +171,8 @@ class Recomputation:
 
     def check(self) -> None:
         """Raise if the forward and this run did not save alike."""
+        if self._is_complete and not self._mismatches:
+            return
         frame = self._frame
         num_saved = self.num_saved
         if num_saved < self.num_needed and frame.forward_done:

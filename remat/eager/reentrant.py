@@ -90,8 +90,8 @@ def _replay(ctx: Any, args: tuple[Any, ...]) -> Any:
         if ctx.state is not None and ctx.state.buffers is not None and ctx.state.buffers.needs_replay:
             stack.enter_context(ctx.state.buffers.replayed())
         stack.enter_context(torch.enable_grad())
-        local.recompute_depth += 1
+        local.reentrant_depth += 1
         try:
             return ctx.run_function(*args)
         finally:
-            local.recompute_depth -= 1
+            local.reentrant_depth -= 1

@@ -274,8 +274,9 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
     current.cpu = _torch.peek()
-    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
-    current.generators = [(g, state_of(g)) for g, _ in snapshot.generators]
+    devices, generators = snapshot.devices, snapshot.generators
+    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in devices] if devices else devices
+    current.generators = [(g, state_of(g)) for g, _ in generators] if generators else generators
     current.python = None if snapshot.python is None else _python.peek()
     current.numpy = None if snapshot.numpy is None else _numpy.peek()
     put_back(snapshot)
