@@ -28,6 +28,8 @@ _MAX_ITEMS = 256  # of one container
 
 Name = Any  # a string, or (name of a container, key in it): put together only when somebody reads it
 
+_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
 
 # Packages whose objects, classes and functions hold no state of the user's.
@@ -152,12 +154,12 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if len(value) > _MAX_ITEMS:
         return
+    if type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
+        found.tensors += value
+        found.tensor_names += [(name, key) for key in range(len(value))]
+        return
     for key, item in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
-        if _kinds.get(type(item)) == TENSOR:  # as `_meet` does, for lists of weights
-            found.tensors.append(item)
-            found.tensor_names.append((name, key))
-        else:
-            _meet((name, key), item, found, todo)
+        _meet((name, key), item, found, todo)
 
 
 def _look_into_callable(name: Name, function: Any, found: Reached, todo: Todo) -> None:

@@ -168,7 +168,7 @@ class WatchedState:
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
-        self._tensors = [weakref.ref(tensor) for tensor in reached.tensors]
+        self._tensors = list(map(weakref.ref, reached.tensors))
         self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
         self.buffers: BufferState | None = None
