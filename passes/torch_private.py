@@ -18,17 +18,23 @@ import torch.fx as fx
 
 # What the eager engine needs.
 import torch.fx.traceback as fx_traceback
-from torch._C import DispatchKey as DispatchKey
+from torch._C import DispatchKey
 from torch._C import Generator as Generator
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C import (
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_set_dispatch_key_excluded,
+    _get_dispatch_mode,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
 from torch._C import _get_graph_exec_group as get_graph_exec_group
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_graph_exec_group as set_graph_exec_group
-from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
 from torch._C._autograd import SavedTensor as SavedTensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as current_graph_task_keeps_graph
 from torch._C._autograd import _make_saved_tensor as make_saved_tensor
@@ -69,6 +75,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.overrides import _get_current_function_mode_stack as get_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -90,7 +97,6 @@ __all__ = [
     "CustomPartitionerFn",
     "DeviceContext",
     "DisableTorchDispatch",
-    "DispatchKey",
     "FakeScriptObject",
     "FakeTensor",
     "FunctionalTensor",
@@ -106,9 +112,9 @@ __all__ = [
     "SavedForBackwardsAOTOutput",
     "SavedForBackwardsNoVcCheckAOTOutput",
     "SavedTensor",
-    "SetExcludeDispatchKeyGuard",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "alias_of",
     "compiled_code_key",
     "constant_in_graphs",
     "current_graph_task_id",
@@ -135,7 +141,9 @@ __all__ = [
     "make_saved_tensor",
     "next_region_number",
     "peek_functorch_stack",
+    "pop_mode",
     "pop_saved_tensors_hooks",
+    "push_mode",
     "push_saved_tensors_hooks",
     "queue_after_backward",
     "redirect_compiled_code_to",
@@ -400,6 +408,41 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 def skip_code(code: CodeType) -> None:
     """Keep Dynamo from compiling one function; what it calls is not affected."""
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def push_mode(mode: TorchDispatchMode) -> tuple[bool, bool]:
+    """Enter a dispatch mode that lets compilers be; return what `pop_mode` needs.
+
+    The same as the mode's own `__enter__`, without its three queues for modes that are entered several times.
+    """
+    flags = _python_dispatch._is_in_torch_dispatch_mode, _python_dispatch._is_in_non_infra_torch_dispatch_mode
+    _python_dispatch._is_in_torch_dispatch_mode = _python_dispatch._is_in_non_infra_torch_dispatch_mode = True
+    _push_on_torch_dispatch_stack(mode)
+    return flags
+
+
+def pop_mode(flags: tuple[bool, bool]) -> None:
+    """Leave the innermost dispatch mode."""
+    _python_dispatch._is_in_torch_dispatch_mode, _python_dispatch._is_in_non_infra_torch_dispatch_mode = flags
+    _pop_torch_dispatch_stack(None)
+
+
+_COUNTS_VERSIONS = DispatchKey.ADInplaceOrView
+_detach = torch.Tensor.detach
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without history that shares the version counter, also inside of a mode's dispatch.
+
+    There, the layer that counts versions is switched off, and an alias made without it would count for itself.
+    """
+    if not _dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS):
+        return _detach(tensor)
+    _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
+    try:
+        return _detach(tensor)
+    finally:
+        _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
 
 _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region

@@ -92,7 +92,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         if self.sink is _UNBOUND:
             self.bind(LooseSink())
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def release(self) -> None:
@@ -146,6 +146,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if rng_state is not None and (is_recomputed or self._makers is not None):  # a name may drop it later
             assert self.sink.store is not None
             self.sink.store.rng_states[(key, number)] = rng_state
+            self.sink.store.kept.add(key)
         if not is_recomputed:
             self._keep((key, number), facts, answer, out, args)
         self._ran_a_random_op |= facts.is_random
@@ -201,8 +202,11 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         segment = open_segment(self.sink)
         segment.items.append(entry)
-        segment.store.entries[key] = reference
-        segment.store.has_offloaded |= type(entry) is OffloadedEntry
+        store = segment.store
+        store.entries[key] = reference
+        store.kept.add(key[0])
+        if type(entry) is OffloadedEntry:
+            store.has_offloaded = True
         self._entries.append(reference)
 
     # ------------------------------------------------------------------------------------------------- names

@@ -17,6 +17,9 @@ from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
 
 
+_CASTS = frozenset({id(CAST)})
+
+
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
 
@@ -29,16 +32,16 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     def _use(self, store: Store) -> None:
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
-        # Ops of which nothing was kept need only be counted.
-        kept = {id(CAST), *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
-        self._limits = {key: count for key, count in store.counts.items() if key not in kept}
+        # Ops of which nothing was kept need only be counted; casts of weights are not even that.
+        self._kept = kept = store.kept - _CASTS
+        self._limits = {key: count for key, count in store.counts.items() if key not in kept and key not in _CASTS}
 
     def __enter__(self) -> Replayer:
         if self._owner is not None:
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def _prefetch(self) -> None:
@@ -49,14 +52,21 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
+        key: Any = id(func)
         if not self.num_suspensions:
-            limit = self._limits.get(id(func))
+            limit = self._limits.get(key)
             if limit:
-                self._limits[id(func)] = limit - 1
+                self._limits[key] = limit - 1
                 return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            if key in self._kept:
+                return self._answer(func, key, args, kwargs)
         if self.num_suspensions or func in SAC_IGNORED_OPS or is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
-        store, key = self._store, op_key(func, args)
+        return self._answer(func, op_key(func, args), args, kwargs)
+
+    def _answer(self, func: Any, key: Any, args: Any, kwargs: Any) -> Any:
+        """Return what this call of an op returned in forward, or run it if that was not kept."""
+        store = self._store
         number = self._counts[key]
         self._counts[key] = number + 1
         reference = store.entries.get((key, number))
