@@ -18,11 +18,8 @@ import torch.fx as fx
 
 # What the eager engine needs.
 import torch.fx.traceback as fx_traceback
-from torch._C import DispatchKey
-from torch._C import Generator as Generator
-from torch._C import _current_graph_task_id as current_graph_task_id
-from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import (
+    DispatchKey,
     _dispatch_tls_is_dispatch_key_excluded,
     _dispatch_tls_set_dispatch_key_excluded,
     _get_dispatch_mode,
@@ -30,6 +27,9 @@ from torch._C import (
     _push_on_torch_dispatch_stack,
     _TorchDispatchModeKey,
 )
+from torch._C import Generator as Generator
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _get_graph_exec_group as get_graph_exec_group
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack

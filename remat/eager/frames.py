@@ -28,7 +28,7 @@ from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import Execution, local
 from remat.eager.reach import Reached
-from remat.eager.recompute import Overwritten, Recomputation, mark_overwritten
+from remat.eager.recompute import Overwritten, Recomputation, settle
 from remat.eager.state import ReadGuard, WatchedState
 from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
@@ -73,6 +73,12 @@ class Holder:
         if self.others is None:
             self.others = {}
         self.others[task] = value
+
+    def peek(self, task: Any) -> Recomputed | None:
+        """Return the value for a backward pass, if there is one."""
+        if self.task is not None and self.task == task:
+            return self.value
+        return self.others.get(task) if self.others is not None else None
 
     def take(self, task: Any) -> Recomputed | None:
         """Return the value for a backward pass, if there is one, and forget it."""
@@ -255,9 +261,10 @@ class Frame:
                     run.call(self._function, args, kwargs, execution.watched)
             else:
                 run.call(self._function, args, kwargs, execution.watched)
-            mark_overwritten(self, execution.watched, task)
+            settle(self, execution.watched, task)
         except BaseException:
-            run.forget()
+            for _, _, holder in execution.watched:  # of this region, and of inner ones that ran again with it
+                holder.take(task)
             raise
         finally:
             execution.watched.clear()  # the tensors in it know the hooks by their history, and those know the list
@@ -345,7 +352,7 @@ def _keep_compiler_out() -> None:
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call):
+    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation._unpack):
         skip_code(method.__code__)
 
 

@@ -27,7 +27,6 @@ from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import (
-    DisableTorchDispatch,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     queue_after_backward,
@@ -45,26 +44,26 @@ class _StopRecomputation(BaseException):
     """Unwinds a recomputation that has all it needs; no Exception, so that user code does not swallow it."""
 
 
-# Cuts a tensor off its history without an op; in C, since it is called for every saved tensor.
-_data = operator.attrgetter("data")
-
-
-def _data_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Cut a tensor off its history without telling dispatch modes, which `.data` would."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return tensor.data
-    with DisableTorchDispatch():
-        return tensor.data
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor off its history."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class Recomputation:
     """One run of a frame's forward for backward."""
 
-    __slots__ = ("_frame", "_is_complete", "_mismatches", "_only", "_rest", "_stops", "_task", "guard", "num_needed", "stop")
+    __slots__ = (
+        "_frame",
+        "_is_complete",
+        "_mismatches",
+        "_only",
+        "_rest",
+        "_stops",
+        "_task",
+        "guard",
+        "num_needed",
+        "stop",
+    )
 
     def __init__(self, frame: Frame, task: Any, only: Holder | None, stops: bool = True) -> None:
         saves = frame.saves
@@ -92,7 +91,7 @@ class Recomputation:
 
         What is saved is listed in `watched`: tensor, its version then, holder.
         """
-        push_saved_tensors_hooks(self._pack_hook(watched), _identity)
+        push_saved_tensors_hooks(self._pack_hook(watched), self._unpack)
         try:
             return function(*args, **kwargs)
         except _StopRecomputation as stop:
@@ -103,26 +102,27 @@ class Recomputation:
         finally:
             pop_saved_tensors_hooks()
 
-    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
-        check, rest, run = frame.check, self._rest, self
-        detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
+        check, rest, run, cuts_now = frame.check, self._rest, self, frame.copies_by_op
         last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
         watch = watched.append
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
             nonlocal last
             if guard is not None:
                 guard.check_saved(tensor)
-            value = detach(tensor) if tensor.requires_grad else tensor
             save = next(rest, None)
             if save is None:
                 if stops:
                     raise run.stop
-                run.note_surplus(value)
-                return value
+                run.note_surplus(tensor)
+                return _cut(tensor)
             holder = save[0]()
+            packed: Holder | torch.Tensor
             if holder is not None and (only is None or holder is only):
+                packed = holder
+                value = _cut(tensor) if cuts_now else tensor
                 if holder.task is None:  # as `put` does, without the call
                     holder.task, holder.value = task, value
                 else:
@@ -132,17 +132,27 @@ class Recomputation:
                 except (RuntimeError, AttributeError):  # as in `version_of`, without the call
                     watch((tensor, -1, holder))
                 if check is default_metadata:
-                    if save[3] != (value.shape, value.dtype, value.device):
-                        run.note_mismatch(save, default_metadata(value), sys._getframe(1))
+                    if save[3] != (tensor.shape, tensor.dtype, tensor.device):
+                        run.note_mismatch(save, default_metadata(tensor), sys._getframe(1))
                 elif check is not None:
                     run.compare(save, value, check, sys._getframe(1))
+            else:
+                packed = _cut(tensor)
             if save is last:
                 if _FILLED_LATE.isdisjoint(sys._getframe(1).f_code.co_names):
                     raise run.stop
                 last = run.upcoming()
-            return value
+            return packed
 
         return pack
+
+    def _unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
+        """Serve a backward that the region's own function runs inside, during the recomputation."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        value = packed.peek(self._task)
+        assert isinstance(value, torch.Tensor), "values are handed out and replaced after the recomputation only"
+        return value
 
     def upcoming(self) -> Save | None:
         """Return what the forward saved next; None at the end, where the next one is one too many."""
@@ -238,16 +248,19 @@ class Overwritten:
         )
 
 
-def mark_overwritten(frame: Frame, watched: list[Any], task: Any) -> None:
-    """Take back what was changed in place after it had been saved: autograd itself would not accept it."""
+def settle(frame: Frame, watched: list[Any], task: Any) -> None:
+    """Cut what a recomputation saved off its history, and take back what it changed in place after saving it.
+
+    Done at the end, when no dispatch mode of a policy is there to see it. Autograd itself would not accept what was
+    changed after it had been saved.
+    """
     for tensor, version, holder in watched:
-        try:
-            if tensor._version == version:
-                continue
-        except (RuntimeError, AttributeError):  # as in `version_of`, without the call
-            continue
-        if holder.take(task) is not None:
-            holder.put(task, Overwritten(frame, tensor))
+        is_same = version == -1 or tensor._version == version
+        if is_same and holder.task == task:  # the usual case, without calls
+            if holder.value is tensor and tensor.requires_grad:
+                holder.value = tensor.data
+        elif holder.take(task) is not None:
+            holder.put(task, tensor.data if is_same else Overwritten(frame, tensor))
 
 
 def _index_of(holder: Holder | None, saves: list[Save]) -> int:

@@ -16,7 +16,6 @@ from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
 
-
 _CASTS = frozenset({id(CAST)})
 
 
