@@ -56,6 +56,9 @@ _USE_REENTRANT_TIP = (
 )
 
 
+_USUAL = cached_spec(preserve_rng_state=True, determinism_check="default", debug=False, early_stop=True)
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -90,6 +93,8 @@ def checkpoint(
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
         return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
     if context_fn is noop_context_fn:
+        if preserve_rng_state is True and determinism_check == "default" and debug is False and early_stop is True:
+            return run_region(function, args, kwargs, _USUAL)
         return run_region(function, args, kwargs, cached_spec(preserve_rng_state, determinism_check, debug, early_stop))
     spec = RegionSpec(
         preserve_rng_state=preserve_rng_state,

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from remat.eager import rng
 from remat.eager.ambient import Ambient
@@ -83,7 +82,7 @@ def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spe
     debug = spec.debug if around.debug is None else around.debug
     if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
-    if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
+    if not is_grad_enabled() or peek_functorch_stack() is not None:
         # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
         # region is
         # run as plain code, with the same results and without its memory being saved.

@@ -143,7 +143,7 @@ class Frame:
                 holder.segment = segment
             caller = getframe(1)
             if check is default_metadata:  # as it would answer, without the call
-                metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device)
+                metadata: Metadata = (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device)
             else:
                 metadata = _noted(check, tensor)
             add_save((ref(holder), caller.f_code, caller.f_lasti, metadata))

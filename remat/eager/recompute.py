@@ -132,7 +132,7 @@ class Recomputation:
                 except (RuntimeError, AttributeError):  # as in `version_of`, without the call
                     watch((tensor, -1, holder))
                 if check is default_metadata:
-                    if save[3] != (tensor.shape, tensor.dtype, tensor.device):
+                    if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
                         run.note_mismatch(save, default_metadata(tensor), sys._getframe(1))
                 elif check is not None:
                     run.compare(save, value, check, sys._getframe(1))

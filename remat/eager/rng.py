@@ -118,15 +118,14 @@ class _NumpyByMemory:
         self._bit_generator = bit_generator  # keeps the memory below alive
         self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
         self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
-        self._mark = self._words[:_NUM_MARK_BYTES]
-        self._position = ctypes.c_int.from_address(address + 4 * _NUM_WORDS)
-        self._last_mark: tuple[bytes, int] = (b"", -1)
-        self._last = b""
+        # A draw moves the position, which comes last; a new batch of words changes the last of them.
+        self._mark = self._words[-_NUM_MARK_BYTES:]
+        self._last_mark = self._last = b""
 
     def peek(self) -> Any:
         if self._state._bit_generator is not self._bit_generator:
             return _NumpyBySlowCalls().peek()
-        mark = (self._mark.tobytes(), self._position.value)
+        mark = self._mark.tobytes()
         if mark != self._last_mark:  # one copy for all regions between two draws
             self._last_mark, self._last = mark, self._words.tobytes()
         return self._last, self._gauss.tobytes()
