@@ -15,8 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as _traced_checkpoint
 
-from remat.eager.determinism import find_determinism_check
-from remat.eager.engine import RegionSpec, cached_spec, noop_context_fn, run_region
+from remat.eager.engine import cached_spec, noop_context_fn, run_region
 from remat.eager.errors import CheckpointError
 from remat.eager.groups import GraphExecGroup
 from remat.eager.ops import SAC_IGNORED_OPS
@@ -92,18 +91,11 @@ def checkpoint(
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
         return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-    if context_fn is noop_context_fn:
-        if preserve_rng_state is True and determinism_check == "default" and debug is False and early_stop is True:
-            return run_region(function, args, kwargs, _USUAL)
-        return run_region(function, args, kwargs, cached_spec(preserve_rng_state, determinism_check, debug, early_stop))
-    spec = RegionSpec(
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        check=find_determinism_check(determinism_check),
-        debug=debug,
-        early_stop=early_stop,
-    )
-    return run_region(function, args, kwargs, spec)
+    if preserve_rng_state is True and determinism_check == "default" and debug is False and early_stop is True:
+        spec = _USUAL
+    else:
+        spec = cached_spec(preserve_rng_state, determinism_check, debug, early_stop)
+    return run_region(function, args, kwargs, spec, context_fn)
 
 
 def checkpoint_sequential(

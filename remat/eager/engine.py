@@ -49,7 +49,6 @@ class RegionSpec:
 
     name: str | None = None
     preserve_rng_state: bool = True
-    context_fn: ContextFunction = noop_context_fn
     selective: Selective | None = None
     check: MetadataFunction | None = None
     debug: bool = False
@@ -76,11 +75,17 @@ def cached_spec(
     )
 
 
-def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
+def run_region(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: RegionSpec,
+    context_fn: ContextFunction = noop_context_fn,
+) -> Any:
     """Call a function as a region: keep its inputs, not its activations, and run it again in backward."""
     around = overrides.get()
     debug = spec.debug if around.debug is None else around.debug
-    if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
+    if debug and (context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
     if not is_grad_enabled() or peek_functorch_stack() is not None:
         # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
@@ -90,8 +95,8 @@ def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spe
     if get_eval_frame_callback() is not None:
         # Called from compiled code after a graph break: what runs here must run alike in backward, so not
         # compiled.
-        return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug, around)
-    return _run_with_grad(function, args, kwargs, spec, debug, around)
+        return _without_compiler(_run_with_grad, function, args, kwargs, spec, context_fn, debug, around)
+    return _run_with_grad(function, args, kwargs, spec, context_fn, debug, around)
 
 
 def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
@@ -99,10 +104,16 @@ def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run_with_grad(
-    function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool, around: Overrides
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    spec: RegionSpec,
+    context_fn: ContextFunction,
+    debug: bool,
+    around: Overrides,
 ) -> Any:
     outer = local.execution
-    if outer is None and spec.selective is None and spec.context_fn is noop_context_fn and not debug:
+    if outer is None and spec.selective is None and context_fn is noop_context_fn and not debug:
         frame = _open_frame(function, args, kwargs, spec, around)
         out = _run_alone(frame, function, args, kwargs)
         _seal(frame, None, 0)
@@ -110,7 +121,7 @@ def _run_with_grad(
     number, replay, former = _enter_child(outer)
     if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
         return former.refill(args, kwargs, outer)
-    contexts = _contexts(spec, debug)
+    contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
     frame = _open_frame(function, args, kwargs, spec, around)
     if outer is not None and outer.frame is not None:
         frame.outer_names = outer.frame.names
@@ -170,15 +181,6 @@ def _run_inside(
         _detach_recorder(execution)
 
 
-def _contexts(spec: RegionSpec, debug: bool) -> Any:
-    """Return the pair of contexts of this call, the logs of debug mode, or None."""
-    if debug:
-        return DebugLogs()
-    if spec.context_fn is noop_context_fn:
-        return None
-    return spec.context_fn()
-
-
 def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, around: Overrides) -> Frame:
     """Note all that a recomputation must find as it is now."""
     early_stop = spec.early_stop if around.early_stop is None else around.early_stop
@@ -230,7 +232,7 @@ def _attach_contexts(
     if replay is not None:
         frame.store, frame.segment = replay.store, replay
         execution.replay = replay.store
-    selective = spec.selective
+    selective: Selective | Recorder | None = spec.selective
     forward: Any = None
     if isinstance(contexts, DebugLogs):
         frame.recompute_context, frame.on_error = contexts.recompute_context(), contexts.explain
@@ -240,11 +242,11 @@ def _attach_contexts(
         frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
         if isinstance(forward, Recorder) and isinstance(frame.recompute_context, Replayer):
             frame.copies_by_op = is_tracing()
-            selective = Selective(forward.policy, forward.on_mutation, forward.ac_graph_id)
+            selective = forward
             frame.recompute_context = None
     if selective is None:
         return forward  # type: ignore[no-any-return]
-    frame.selective = selective
+    frame.make_replayer = Replayer
     if replay is not None and replay.store.counts:
         # An outer region is being run again: what this call's own forward saved is not computed a second
         # time.

@@ -41,8 +41,8 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from remat.eager.replayer import Replayer
     from remat.eager.saved import Segment, Store
-    from remat.eager.selective import Selective
 
 _MAX_TASKS = 15  # backward passes that are remembered besides the newest
 _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
@@ -112,7 +112,7 @@ class Frame:
     outer_names: tuple[str, ...] = ()  # of the regions around this call
     on_error: Callable[[CheckpointError], CheckpointError] | None = None
     copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
-    selective: Selective | None = None
+    make_replayer: type[Replayer] | None = None  # in a region with a policy
     store: Store | None = None  # what a policy saved, known weakly
     segment: Segment | None = None  # the newest part of it, held only while forward runs
     tail: Segment | None = None
@@ -208,8 +208,8 @@ class Frame:
         execution.replay, execution.watched = self.store, outer.watched
         local.execution = execution
         context: AbstractContextManager[Any] | None = None
-        if self.selective is not None:
-            context = execution.mode = self.selective.replayer(self.store)
+        if self.make_replayer is not None:
+            context = execution.mode = self.make_replayer(self.store)
         elif self.recompute_context is not None:
             context = _fresh(self.recompute_context)
         if outer.mode is not None:
@@ -256,7 +256,7 @@ class Frame:
         set_grad_enabled(True)
         try:
             if surroundings:
-                execution.mode = surroundings[-1] if self.selective is not None else None
+                execution.mode = surroundings[-1] if self.make_replayer is not None else None
                 with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
                     run.call(self._function, args, kwargs, execution.watched)
             else:
@@ -287,8 +287,8 @@ class Frame:
             found.append(WriteGuard(lambda what: changed_twice(self.label, what)))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
-        if self.selective is not None:
-            found.append(self.selective.replayer(self.store))
+        if self.make_replayer is not None:
+            found.append(self.make_replayer(self.store))
         elif self.recompute_context is not None:
             found.append(_fresh(self.recompute_context))
         return found

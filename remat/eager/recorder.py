@@ -84,6 +84,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._state: dict[Any, Any] = {}  # of the policy, for this call of the region
         return self
 
+    def recorder(self, frame: Frame) -> Recorder:
+        """Return another one for a frame, with the same policy."""
+        other = Recorder(self.policy, self.on_mutation, frame)
+        other.ac_graph_id = self.ac_graph_id
+        return other
+
     @property
     def is_bound(self) -> bool:
         """True from the start of a forward until its end."""
