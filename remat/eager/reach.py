@@ -9,6 +9,7 @@ region, is met by the guard of the region's first recomputation (`remat.eager.st
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import sys
 import threading
@@ -144,6 +145,8 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         found.tensor_names.append(name)
     elif kind == GENERATOR:
         found.generators.append(value)
+    elif type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
+        _add_tensors(name, value, found)
     elif id(value) not in found.visited:
         found.visited[id(value)] = value
         if kind == MODULE:
@@ -151,12 +154,14 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         todo.append((name, value, kind))
 
 
+def _add_tensors(name: Name, tensors: list[torch.Tensor], found: Reached) -> None:
+    if len(tensors) <= _MAX_ITEMS:
+        found.tensors += tensors
+        found.tensor_names += [(name, key) for key in range(len(tensors))]
+
+
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if len(value) > _MAX_ITEMS:
-        return
-    if type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
-        found.tensors += value
-        found.tensor_names += [(name, key) for key in range(len(value))]
         return
     for key, item in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
         _meet((name, key), item, found, todo)
@@ -363,10 +368,14 @@ def _finds_state(value: Any, found: Reached) -> bool:
     return not found.is_empty()
 
 
+_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+
+
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that a function's code, inner functions included, may look up as globals."""
-    names = dict.fromkeys(code.co_names)
+    loads = (i for i in dis.get_instructions(code) if i.opname in _GLOBAL_LOADS)
+    names = dict.fromkeys(i.argval for i in loads)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names.update(dict.fromkeys(_global_names(const)))

@@ -174,7 +174,9 @@ class WatchedState:
         self.buffers: BufferState | None = None
         if reached.modules:
             self._look_into_modules(reached.modules, region_key)
-        self._versions = self._read_versions()
+            self._versions = self._read_versions()
+        else:
+            self._versions = [version_of(tensor) for tensor in reached.tensors]
 
     def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
