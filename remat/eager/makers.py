@@ -116,8 +116,10 @@ class Makers:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return the object that stands for a tensor's memory; a wrapper without memory stands for itself."""
+    """Return the object that stands for a tensor's memory; a wrapper or sparse tensor, which has none, for itself."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return tensor
+    if tensor.layout is not torch.strided:
         return tensor
     return tensor.untyped_storage()
 
