@@ -284,7 +284,7 @@ class Frame:
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
         if self.clearance is not None and not self.clearance.is_given():
-            found.append(WriteGuard(lambda what: changed_twice(self.label, what)))
+            found.append(WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
         if self.make_replayer is not None:

@@ -198,8 +198,26 @@ def _look_into_object(obj: Any, found: Reached, todo: Todo) -> None:
         return
     for name, value in list(getattr(obj, "__dict__", {}).items()):
         _meet(name, value, found, todo)
+    for name in _slots_of_class(type(obj)):
+        _meet(name, getattr(obj, name, None), found, todo)
     if callable(obj) and type(type(obj).__call__) is types.FunctionType:
         _meet("__call__", type(obj).__call__, found, todo)
+
+
+_slots_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of_class(cls: type) -> list[str]:
+    """Return the names of the attributes that a class keeps in slots."""
+    names = _slots_of_classes.get(cls)
+    if names is None:
+        members = [(n, v) for base in cls.__mro__ if _is_users_class(base) for n, v in vars(base).items()]
+        names = _slots_of_classes[cls] = [n for n, v in members if isinstance(v, types.MemberDescriptorType)]
+    return names
+
+
+def _is_users_class(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in _WITHOUT_STATE
 
 
 _states_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
@@ -209,7 +227,7 @@ def _state_of_class(cls: type) -> list[str]:
     """Return the names of a class's attributes that are state; remembered, for there are many classes in globals."""
     names = _states_of_classes.get(cls)
     if names is None:
-        is_users = cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+        is_users = _is_users_class(cls)
         state = (TENSOR, MODULE, GENERATOR)
         names = [n for n, v in vars(cls).items() if kind_of(v) in state] if is_users else []
         _states_of_classes[cls] = names
@@ -446,7 +464,7 @@ def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
 def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
     """Return the methods of the user's classes among these and their bases."""
     bases = {base: None for cls in classes for base in cls.__mro__}
-    users = [base for base in bases if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
+    users = [base for base in bases if _is_users_class(base)]
     return [function for base in users for function in vars(base).values()]
 
 

@@ -265,8 +265,22 @@ class RngSnapshot:
 
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
-        if all(generator is not known for known, _ in self.generators):
+        if not self._knows(generator):
             self.generators.append((generator, state_of(generator)))
+
+    def covers(self, generator: Generator) -> bool:
+        """True if a recomputation starts from the state that a generator had."""
+        defaults = getattr(device_module(generator.device.type), "default_generators", ())  # of an accelerator
+        is_default = any(_are_same(generator, default) for default in (_cpu_generator, *defaults))
+        return is_default or self._knows(generator)
+
+    def _knows(self, generator: Generator) -> bool:
+        return any(_are_same(generator, known) for known, _ in self.generators)
+
+
+def _are_same(left: Any, right: Any) -> bool:
+    """True for one generator of torch's, which the dispatcher may hand out as another Python object."""
+    return left is right or (isinstance(right, Generator) and left._cdata == right._cdata)
 
 
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
