@@ -82,14 +82,16 @@ def run_region(
     spec: RegionSpec,
     context_fn: ContextFunction = noop_context_fn,
 ) -> Any:
-    """Call a function as a region: keep its inputs, not its activations, and run it again in backward."""
+    """Call a function as a region: keep its inputs, not its activations, and run it again in backward.
+
+    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called.
+    """
     around = overrides.get()
     debug = spec.debug if around.debug is None else around.debug
     if debug and (context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
     if not is_grad_enabled() or peek_functorch_stack() is not None:
-        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
-        # region is
+        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the region is
         # run as plain code, with the same results and without its memory being saved.
         return function(*args, **kwargs)
     if get_eval_frame_callback() is not None:
