@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from remat.eager.errors import CheckpointError
 from remat.eager.state import version_of
@@ -31,11 +32,16 @@ class SavedArguments:
 
     def _read_versions(self) -> list[int | None]:
         """Return the version of each argument, None for what is no tensor."""
-        values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
-        try:
-            return [value._version if isinstance(value, torch.Tensor) else None for value in values]
-        except (RuntimeError, AttributeError):  # some tensors keep none
-            return [version_of(value) if isinstance(value, torch.Tensor) else None for value in values]
+        versions: list[int | None] = []
+        for value in (*self._args, *self._kwargs.values()) if self._kwargs else self._args:
+            if not isinstance(value, Tensor):
+                versions.append(None)
+                continue
+            try:
+                versions.append(value._version)
+            except (RuntimeError, AttributeError):  # some tensors keep none
+                versions.append(version_of(value))
+        return versions
 
     @property
     def num_positional(self) -> int:

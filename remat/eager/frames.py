@@ -152,16 +152,16 @@ class Frame:
         return pack, self._unpack
 
     def _unpack(self, holder: Holder) -> torch.Tensor:
-        group = get_graph_exec_group()
-        task = group if group is not None else current_graph_task_id()
-        if holder.task is not None and holder.task == task:  # as `take` does, without the call
+        task: Any = current_graph_task_id()
+        if holder.task == task:  # as `take` does, without the call
             value = holder.value
             holder.task = holder.value = None
             if type(value) is Overwritten:
                 raise value.refuse()
             return value  # type: ignore[return-value]
+        group = get_graph_exec_group()
         try:
-            return self._recompute_for(holder, task, group)
+            return self._recompute_for(holder, task if group is None else group, group)
         except CheckpointError as error:
             if self.on_error is None:
                 raise
@@ -188,7 +188,7 @@ class Frame:
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
         if type(task) is int:
-            self._tasks = (*self._tasks[-_MAX_TASKS:], task)
+            self._tasks = (*self._tasks[-_MAX_TASKS:], task) if self._tasks else (task,)
         else:
             if self._groups is None:
                 self._groups = weakref.WeakSet()

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ class Reached:
 
     def __init__(self, visited: dict[int, Any] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.tensor_names: list[Name] = []  # beside the tensors, so that those can be gone through quickly
+        # Beside the tensors, so that those can be gone through quickly: one name each, or a list's and its length.
+        self.tensor_names: list[tuple[Name, int | None]] = []
         self.modules: list[tuple[Name, nn.Module]] = []
         self.generators: list[Any] = []
         self.codes: list[types.CodeType] = []
@@ -54,6 +55,15 @@ class Reached:
     def is_empty(self) -> bool:
         """True if nothing was found that a region might read."""
         return not (self.tensors or self.modules or self.generators)
+
+
+def each_name(names: list[tuple[Name, int | None]]) -> Iterator[Name]:
+    """Return the names of all tensors that were reached, in their order."""
+    for name, length in names:
+        if length is None:
+            yield name
+        else:
+            yield from ((name, key) for key in range(length))
 
 
 def name_text(name: Name) -> str:
@@ -142,7 +152,7 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         return
     if kind == TENSOR:
         found.tensors.append(value)
-        found.tensor_names.append(name)
+        found.tensor_names.append((name, None))
     elif kind == GENERATOR:
         found.generators.append(value)
     elif type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
@@ -157,7 +167,7 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
 def _add_tensors(name: Name, tensors: list[torch.Tensor], found: Reached) -> None:
     if len(tensors) <= _MAX_ITEMS:
         found.tensors += tensors
-        found.tensor_names += [(name, key) for key in range(len(tensors))]
+        found.tensor_names.append((name, len(tensors)))
 
 
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:

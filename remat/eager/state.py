@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from remat.eager.errors import CheckpointError
-from remat.eager.reach import Name, Reached, module_tree, name_text
+from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
@@ -191,7 +191,7 @@ class WatchedState:
             self.buffers = BufferState(with_buffers, region_key)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, reference in zip(self._names, self._tensors, strict=True):
+        for name, reference in zip(each_name(self._names), self._tensors, strict=True):
             yield name_text(name), reference()
         for label, parameters in self._parameters:
             for name, value in parameters.items():
