@@ -134,7 +134,9 @@ def test_a_generator_that_cannot_be_found_is_refused_with_a_way_out():
 
     x = torch.linspace(0.1, 1, 4, requires_grad=True)
     out = plain(function, x)
-    pattern = r"region .*function draws from a torch.Generator \(aten.rand.generator at .*test_eager_rng.py:\d+\).*argument"
+    pattern = (
+        r"region .*function draws from a torch.Generator \(aten.rand.generator at .*test_eager_rng.py:\d+\).*argument"
+    )
     with pytest.raises(CheckpointError, match=pattern):
         out.sum().backward()
     checkpoint_region(preserve_rng_state=False)(function)(x).sum().backward()
@@ -342,7 +344,9 @@ class TestQuickReaders:
         with_spare = rng._torch.peek()
         position = torch.get_rng_state()[: 24 + 8 * 624]
         torch.randn(1, dtype=torch.double)
-        assert torch.equal(torch.get_rng_state()[: 24 + 8 * 624], position), "the spare number is used up, nothing is drawn"
+        assert torch.equal(torch.get_rng_state()[: 24 + 8 * 624], position), (
+            "the spare number is used up, nothing is drawn"
+        )
         assert rng._torch.peek()[:2] != with_spare[:2]
 
     def test_seeding_torch_is_seen(self):

@@ -134,6 +134,7 @@ class TestPolicies:
             out.sum().backward()
         assert len(calls) == 1
 
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
     @pytest.mark.parametrize("region", ["save_all", "recompute_all"])
     def test_sparse_tensors(self, region, x):
         def function(x):

@@ -240,12 +240,12 @@ def _attach_contexts(
         frame.recompute_context, frame.on_error = contexts.recompute_context(), contexts.explain
         return contexts.forward_context()
     if contexts is not None:
-        forward, frame.recompute_context = contexts
-        frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
-        if isinstance(forward, Recorder) and isinstance(frame.recompute_context, Replayer):
-            frame.copies_by_op = is_tracing()
+        forward, recompute = contexts
+        if type(forward) is Recorder and type(recompute) is Replayer:
             selective = forward
-            frame.recompute_context = None
+        else:
+            frame.recompute_context = recompute
+            frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
     if selective is None:
         return forward  # type: ignore[no-any-return]
     frame.make_replayer = Replayer
@@ -253,7 +253,7 @@ def _attach_contexts(
         # An outer region is being run again: what this call's own forward saved is not computed a second
         # time.
         execution.mode = Replayer(replay.store)
-    elif isinstance(forward, Recorder) and not forward.is_bound:
+    elif type(forward) is Recorder and not forward.is_bound:
         open_segment(frame)
         execution.mode = forward.bind(frame)
     else:

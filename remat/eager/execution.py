@@ -21,7 +21,7 @@ class Execution:
         self.task = task  # the backward pass that this is a recomputation for; None in a forward
         self.mode: Any = None
         self.num_children = 0
-        self.is_recomputing = task is not None or (outer is not None and outer.is_recomputing)
+        self.is_recomputing: bool = task is not None or (outer is not None and outer.is_recomputing)
         self.watched: list[Any] = []  # what a recomputation has saved so far: tensor, its version then, holder
 
 

@@ -206,7 +206,9 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _add(self, key: OpKey, entry: AnyEntry) -> None:
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
-        segment = open_segment(self.sink)
+        segment = self.sink.segment
+        if segment is None or segment.is_taken:
+            segment = open_segment(self.sink)
         segment.items.append(entry)
         store = segment.store
         store.entries[key] = reference

@@ -16,7 +16,7 @@ from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
 
-_CASTS = frozenset({id(CAST)})
+_CAST = id(CAST)
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
@@ -32,8 +32,10 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
         # Ops of which nothing was kept need only be counted; casts of weights are not even that.
-        self._kept = kept = store.kept - _CASTS
-        self._limits = {key: count for key, count in store.counts.items() if key not in kept and key not in _CASTS}
+        kept = store.kept
+        self._limits = {key: count for key, count in store.counts.items() if key not in kept}
+        self._limits.pop(_CAST, None)
+        self._kept = kept if _CAST not in kept else kept - {_CAST}
 
     def __enter__(self) -> Replayer:
         if self._owner is not None:

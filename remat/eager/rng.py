@@ -280,7 +280,7 @@ class RngSnapshot:
 
 def _are_same(left: Any, right: Any) -> bool:
     """True for one generator of torch's, which the dispatcher may hand out as another Python object."""
-    return left is right or (isinstance(right, Generator) and left._cdata == right._cdata)
+    return left is right or (isinstance(right, Generator) and left._cdata == right._cdata)  # type: ignore[attr-defined]
 
 
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:

@@ -163,6 +163,6 @@ def drawn_anew(label: str, what: str) -> str:
     return (
         f"{label} draws from a torch.Generator ({what}) that is not found through its function, closure, globals, "
         "arguments or modules, so its recomputation in backward draws other numbers than its forward did. Hand the "
-        "generator to the region as an argument or make it an attribute of its module; or pass preserve_rng_state=False "
-        "if other numbers will do."
+        "generator to the region as an argument or make it an attribute of its module; or pass "
+        "preserve_rng_state=False if other numbers will do."
     )
