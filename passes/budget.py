@@ -202,6 +202,10 @@ def extra_ticks(problem: FlowProblem, schedule: Schedule) -> int:
     return total
 
 
+LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'
+"""What a compiled program can ask for instead of an error; a region outside of one has no such option."""
+
+
 def explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer) -> str:
     """Say how low the peak can get, which op sets it, what is alive there, and who insists on keeping it."""
     simulation, graph = lowest.simulation, problem.graph
@@ -221,7 +225,7 @@ def explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: 
     if insisted:
         lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
     lines.append(
-        f'Give at least {lowest.peak_bytes} bytes, or set on_infeasible="minimum" to take the lowest plan; '
+        f"Give at least {lowest.peak_bytes} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
         "smaller batches lower it, too."
     )
     return "\n".join(lines)

@@ -122,14 +122,16 @@ def normalise_policy(policy: Policy, *, allow_packets: bool = True) -> PolicyFun
     )
 
 
-_known_lists: dict[tuple[tuple[Any, ...], bool], SaveOps] = {}
+# By the ids of the ops, which hash quicker than they do; the policy found there keeps them alive.
+_known_lists: dict[tuple[tuple[int, ...], bool], SaveOps] = {}
 
 
 def _save_ops(ops: tuple[Any, ...], allow_packets: bool) -> SaveOps:
     """Return one object per list of ops, so that what an engine learns about it is learnt once."""
-    known = _known_lists.get((ops, allow_packets))
+    key = tuple(map(id, ops)), allow_packets
+    known = _known_lists.get(key)
     if known is None:
-        known = _known_lists[ops, allow_packets] = SaveOps(frozenset(_checked_ops(ops, allow_packets)))
+        known = _known_lists[key] = SaveOps(frozenset(_checked_ops(ops, allow_packets)))
     return known
 
 

@@ -18,13 +18,17 @@ import torch.fx as fx
 
 # What the eager engine needs.
 import torch.fx.traceback as fx_traceback
-from torch._C import DispatchKey as DispatchKey
 from torch._C import (
+    DispatchKey,
     DispatchKeySet,
     _dispatch_key_parse,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_set_dispatch_key_excluded,
     _ExcludeDispatchKeyGuard,
     _get_dispatch_mode,
     _IncludeDispatchKeyGuard,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
     _TorchDispatchModeKey,
 )
 from torch._C import Generator as Generator
@@ -35,7 +39,6 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_graph_exec_group as set_graph_exec_group
-from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
 from torch._C._autograd import SavedTensor as SavedTensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as current_graph_task_keeps_graph
 from torch._C._autograd import _make_saved_tensor as make_saved_tensor
@@ -76,6 +79,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.overrides import _get_current_function_mode_stack as get_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -97,7 +101,6 @@ __all__ = [
     "CustomPartitionerFn",
     "DeviceContext",
     "DisableTorchDispatch",
-    "DispatchKey",
     "FakeScriptObject",
     "FakeTensor",
     "FunctionalTensor",
@@ -113,9 +116,9 @@ __all__ = [
     "SavedForBackwardsAOTOutput",
     "SavedForBackwardsNoVcCheckAOTOutput",
     "SavedTensor",
-    "SetExcludeDispatchKeyGuard",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "alias_of",
     "compiled_code_key",
     "constant_in_graphs",
     "current_graph_task_id",
@@ -143,7 +146,9 @@ __all__ = [
     "make_saved_tensor",
     "next_region_number",
     "peek_functorch_stack",
+    "pop_mode",
     "pop_saved_tensors_hooks",
+    "push_mode",
     "push_saved_tensors_hooks",
     "queue_after_backward",
     "redirect_compiled_code_to",
@@ -428,14 +433,52 @@ def skip_code(code: CodeType) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
+def push_mode(mode: TorchDispatchMode) -> tuple[bool, bool]:
+    """Enter a dispatch mode that lets compilers be; return what `pop_mode` needs.
+
+    The same as the mode's own `__enter__`, without its three queues for modes that are entered several times.
+    """
+    flags = _python_dispatch._is_in_torch_dispatch_mode, _python_dispatch._is_in_non_infra_torch_dispatch_mode
+    _python_dispatch._is_in_torch_dispatch_mode = _python_dispatch._is_in_non_infra_torch_dispatch_mode = True
+    _push_on_torch_dispatch_stack(mode)
+    return flags
+
+
+def pop_mode(flags: tuple[bool, bool]) -> None:
+    """Leave the innermost dispatch mode."""
+    _python_dispatch._is_in_torch_dispatch_mode, _python_dispatch._is_in_non_infra_torch_dispatch_mode = flags
+    _pop_torch_dispatch_stack(None)
+
+
+_COUNTS_VERSIONS = DispatchKey.ADInplaceOrView
+_detach = torch.Tensor.detach
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias without history that shares the version counter, also inside of a mode's dispatch.
+
+    There, the layer that counts versions is switched off, and an alias made without it would count for itself.
+    """
+    if not _dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS):
+        return _detach(tensor)
+    _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
+    try:
+        return _detach(tensor)
+    finally:
+        _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
+
+
+_PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region
+
+
 def is_tracing_proxies() -> bool:
     """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not _is_non_strict_tracing()
+    return _get_dispatch_mode(_PROXY) is not None and not _is_non_strict_tracing()
 
 
 def is_tracing() -> bool:
     """True while ops are being recorded into an FX graph by anybody."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+    return _get_dispatch_mode(_PROXY) is not None
 
 
 def fx_current_meta() -> dict[str, Any]:
@@ -445,13 +488,13 @@ def fx_current_meta() -> dict[str, Any]:
 
 def traced_nodes_so_far() -> int:
     """Count the nodes of the graph that is being traced."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def traced_nodes_since(mark: int) -> Iterator[Any]:
     """Return the nodes traced since `traced_nodes_so_far` said `mark`, newest first."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     if mode is None:
         return iter(())
     nodes = mode.tracer.graph.nodes
@@ -616,7 +659,7 @@ def is_faking() -> bool:
 
 def tracer() -> Any:
     """The object that records the graph being traced, one per graph; None outside."""
-    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_PROXY)
     return None if mode is None else mode.tracer
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as _traced_checkpoint
 
-from remat.eager.determinism import find_determinism_check
-from remat.eager.engine import RegionSpec, cached_spec, noop_context_fn, run_region
+from remat.eager.engine import cached_spec, noop_context_fn, run_region
 from remat.eager.errors import CheckpointError
 from remat.eager.groups import GraphExecGroup
 from remat.eager.ops import SAC_IGNORED_OPS
@@ -56,6 +55,9 @@ _USE_REENTRANT_TIP = (
 )
 
 
+_USUAL = cached_spec(preserve_rng_state=True, determinism_check="default", debug=False, early_stop=True)
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -70,7 +72,7 @@ def checkpoint(
     if use_reentrant is None:
         warnings.warn(f"torch.utils.checkpoint: {_USE_REENTRANT_TIP}", stacklevel=2)
         use_reentrant = True
-    if not use_reentrant and torch.compiler.is_dynamo_compiling():
+    if not use_reentrant and is_dynamo_compiling():
         # Dynamo records this function of torch's as a region of its graph; it is not run.
         return _traced_checkpoint(
             function,
@@ -89,16 +91,11 @@ def checkpoint(
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
         return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-    if context_fn is noop_context_fn:
-        return run_region(function, args, kwargs, cached_spec(preserve_rng_state, determinism_check, debug, early_stop))
-    spec = RegionSpec(
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        check=find_determinism_check(determinism_check),
-        debug=debug,
-        early_stop=early_stop,
-    )
-    return run_region(function, args, kwargs, spec)
+    if preserve_rng_state is True and determinism_check == "default" and debug is False and early_stop is True:
+        spec = _USUAL
+    else:
+        spec = cached_spec(preserve_rng_state, determinism_check, debug, early_stop)
+    return run_region(function, args, kwargs, spec, context_fn)
 
 
 def checkpoint_sequential(

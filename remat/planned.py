@@ -54,7 +54,9 @@ class PlannedRegion:
         if is_faking():
             return self.unplanned(function, args, kwargs)  # somebody else's trace, which has no memory to bound
         try:
-            return self._compiled_for(args, kwargs)(function, args, kwargs)
+            out = self._compiled_for(args, kwargs)(function, args, kwargs)
+            _explain_double_backward(self.region, _nodes_of(out) - _nodes_of((args, kwargs)))
+            return out
         except Exception as error:
             explained = _explained(self.region, error)
             if explained is None:
@@ -109,11 +111,58 @@ def _compile(region: RegionOptions) -> Callable[..., Any]:
     return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
 
+class _NoDoubleBackward(torch.autograd.Function):
+    """Passes a gradient on, and raises if a backward comes back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient itself."""
+        ctx.message = message
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        """Say what the compiler's own error does not: which region, and what to do."""
+        raise RematError(ctx.message)
+
+
+def _nodes_of(values: Any) -> set[Any]:
+    """The graph nodes of compiled code that made the tensors among some values."""
+    nodes = [leaf.grad_fn for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+    return {node for node in nodes if node is not None and node.name() == "CompiledFunctionBackward"}
+
+
+def _explain_double_backward(region: RegionOptions, nodes: set[Any]) -> None:
+    """Let a backward through the gradients of a planned region raise an error that names it."""
+    message = (
+        f"region {region.name} has memory_budget={region.memory_budget!r}: its plan is for one backward, and there is "
+        "none for a backward through its gradients (create_graph=True). Leave out memory_budget and say by a policy "
+        "what is kept: such regions have double backward."
+    )
+
+    def guard(grads: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled():  # as it is in backward without create_graph
+            return None
+        return tuple(_NoDoubleBackward.apply(message, g) if _has_history(g) else g for g in grads)  # type: ignore[no-untyped-call]
+
+    for node in nodes:
+        node.register_hook(guard)
+
+
+def _has_history(grad: Any) -> bool:
+    return isinstance(grad, torch.Tensor) and grad.requires_grad
+
+
 def _explained(region: RegionOptions, error: Exception) -> RematError | None:
     """What went wrong in terms of the region; None for errors that are the program's own."""
     own = next((cause for cause in causes_of(error) if isinstance(cause, RematError)), None)
     if isinstance(own, InfeasibleBudget):
-        return InfeasibleBudget(f"region {region.name}: {own}")
+        from .passes.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
+
+        advice = f'leave the region to torch.compile(..., backend="remat"), whose option {LOWEST_PLAN_OPTION}'
+        return InfeasibleBudget(
+            f"region {region.name}: {own}".replace(f"set {LOWEST_PLAN_OPTION} to take", f"{advice} takes")
+        )
     if own is not None:
         return own
     found = [line for cause in causes_of(error) if (line := untraced_line(cause)) is not None]

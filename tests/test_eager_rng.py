@@ -11,7 +11,7 @@ import torch
 from eager_testing import REGIONS, plain, selective
 from torch import nn
 
-from remat.eager import rng
+from remat.eager import CheckpointError, rng
 from remat.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
@@ -117,6 +117,40 @@ def test_a_hidden_generator_is_found_by_a_policys_mode():
     Holder.generator.manual_seed(1)
     (grad,) = torch.autograd.grad(region(x).sum(), x)
     Holder.generator.manual_seed(1)
+    assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def hidden(generator):
+    """Keep a generator where looking finds nothing: in the frame of a running Python generator."""
+    while True:
+        yield generator
+
+
+def test_a_generator_that_cannot_be_found_is_refused_with_a_way_out():
+    source = hidden(torch.Generator())
+
+    def function(x):
+        return (x * torch.rand(4, generator=next(source))).sin()
+
+    x = torch.linspace(0.1, 1, 4, requires_grad=True)
+    out = plain(function, x)
+    pattern = (
+        r"region .*function draws from a torch.Generator \(aten.rand.generator at .*test_eager_rng.py:\d+\).*argument"
+    )
+    with pytest.raises(CheckpointError, match=pattern):
+        out.sum().backward()
+    checkpoint_region(preserve_rng_state=False)(function)(x).sum().backward()
+
+
+def test_the_default_generator_may_be_named():
+    x = torch.linspace(0.1, 1, 4, requires_grad=True)
+
+    def function(x):
+        return (x * torch.rand(4, generator=torch.default_generator)).sin()
+
+    torch.manual_seed(1)
+    (grad,) = torch.autograd.grad(plain(function, x).sum(), x)
+    torch.manual_seed(1)
     assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
 
 
@@ -288,6 +322,40 @@ class TestQuickReaders:
     def test_they_are_in_use_on_this_interpreter(self):
         assert isinstance(rng._python, rng._PythonByMemory)
         assert isinstance(rng._numpy, rng._NumpyByMemory)
+        assert isinstance(rng._torch, rng._TorchByMemory)
+
+    @pytest.mark.parametrize("reader", [rng._TorchBySlowCalls(), rng._torch], ids=["slow", "quick"])
+    @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
+    @pytest.mark.parametrize("draw", [torch.rand, torch.randn, functools.partial(torch.randn, dtype=torch.double)])
+    def test_torch_state_comes_back(self, reader, num_before, draw):
+        torch.manual_seed(3)
+        for _ in range(num_before):
+            draw(1)
+        state = reader.peek()
+        assert reader.peek()[:2] == state[:2]
+        expected = [draw(1).item(), torch.rand(1).item(), torch.randn(40).sum().item()]
+        assert reader.peek()[:2] != state[:2]
+        reader.restore(state)
+        assert [draw(1).item(), torch.rand(1).item(), torch.randn(40).sum().item()] == expected
+
+    def test_a_spare_number_of_torchs_generator_is_part_of_its_state(self):
+        torch.manual_seed(3)
+        torch.randn(1, dtype=torch.double)
+        with_spare = rng._torch.peek()
+        position = torch.get_rng_state()[: 24 + 8 * 624]
+        torch.randn(1, dtype=torch.double)
+        assert torch.equal(torch.get_rng_state()[: 24 + 8 * 624], position), (
+            "the spare number is used up, nothing is drawn"
+        )
+        assert rng._torch.peek()[:2] != with_spare[:2]
+
+    def test_seeding_torch_is_seen(self):
+        torch.manual_seed(3)
+        before = rng._torch.peek()
+        torch.manual_seed(4)
+        assert rng._torch.peek()[:2] != before[:2]
+        torch.manual_seed(3)
+        assert torch.equal(rng._torch.peek()[2], before[2])
 
     @pytest.mark.parametrize("reader", [rng._PythonBySlowCalls(), rng._python], ids=["slow", "quick"])
     def test_python_state_comes_back(self, reader):

@@ -134,6 +134,15 @@ class TestPolicies:
             out.sum().backward()
         assert len(calls) == 1
 
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize("region", ["save_all", "recompute_all"])
+    def test_sparse_tensors(self, region, x):
+        def function(x):
+            return torch.sparse.mm((x.detach() * 1).to_sparse_csr() * 2, x).sin()
+
+        (grad,) = torch.autograd.grad(REGIONS[region](function, x).sum(), x)
+        assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+
     def test_views_and_integer_views_can_be_saved(self, x):
         index = torch.tensor([1, 2, 3])
         function = lambda x: x.view(-1)[index.view(-1)].sin()  # noqa: E731

@@ -262,8 +262,21 @@ class TestReach:
 
         found = reach(functools.partial(wrapped))
         assert [m for _, m in found.modules] == [layer]
-        assert {id(t) for _, t in found.tensors} == {id(tensor), id(a_global)}
+        assert {id(t) for t in found.tensors} == {id(tensor), id(a_global)}
         assert found.generators == [generator]
+
+    def test_finds_what_an_object_keeps_in_slots(self):
+        class Base:
+            __slots__ = ("generator",)
+
+        class Slotted(Base):
+            __slots__ = ("tensor", "unset")
+
+        obj = Slotted()
+        obj.generator, obj.tensor = torch.Generator(), torch.ones(1)
+        found = reach(lambda: obj)
+        assert found.generators == [obj.generator]
+        assert [id(t) for t in found.tensors] == [id(obj.tensor)]
 
     def test_remembering_a_module_does_not_keep_it_alive(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -467,6 +467,33 @@ def test_eager_budget_below_the_minimum_names_the_region() -> None:
         region(batch())
 
 
+def test_eager_budget_below_the_minimum_names_no_option_that_regions_do_not_have() -> None:
+    region = remat.checkpoint_region(name="mlp", memory_budget="2KiB")(made(Stack))
+    pattern = r'torch\.compile\(\.\.\., backend="remat"\), whose option on_infeasible="minimum" takes the lowest plan'
+    with pytest.raises(InfeasibleBudget, match=pattern) as caught:
+        region(batch())
+    assert "or set on_infeasible" not in str(caught.value)
+
+
+def test_double_backward_through_an_eager_budget_names_the_region_and_the_way_out() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    region = remat.checkpoint_region(name="mlp", memory_budget=1.0)(lambda x: (x @ weight).tanh().sin())
+    x = torch.randn(8, 8, requires_grad=True)
+    for wanted in (x, weight):
+        (grad,) = torch.autograd.grad(region(x.exp()).sum(), wanted, create_graph=True)
+        with pytest.raises(RematError, match=r"region mlp has memory_budget=1.0.*create_graph=True.*by a policy"):
+            grad.sum().backward()
+
+
+def test_double_backward_beside_an_eager_budget_works() -> None:
+    region = remat.checkpoint_region(memory_budget=1.0)(lambda x, y: (x.tanh().sin(), y))
+    x, y = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    _, passed = region(x, y.exp())
+    (grad,) = torch.autograd.grad(passed.sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), y)
+    assert torch.equal(second, y.exp())
+
+
 def test_region_budget_counts_when_torch_compile_runs_graphs_eagerly() -> None:
     region = remat.checkpoint_region(name="tiny", memory_budget="2KiB")(lambda x: x.sin().exp().tanh())
     with warnings.catch_warnings(), pytest.raises(InfeasibleBudget, match="region tiny"):

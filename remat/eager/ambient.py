@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import float32, get_default_dtype, is_autocast_cache_enabled
 
 from remat.passes.torch_private import (
     DeviceContext,
@@ -63,12 +64,21 @@ class Ambient:
     @staticmethod
     def current() -> Ambient:
         """Read what is in force, sharing one object for the usual settings."""
+        if _is_plain():
+            return PLAIN
         autocast = Autocast.current() if is_any_autocast_enabled() else None
         device = current_device_context() if len_torch_function_stack() else None
-        dtype, cache = torch.get_default_dtype(), torch.is_autocast_cache_enabled()
-        if autocast is None and device is None and cache and dtype is torch.float32:
-            return PLAIN
-        return Ambient(autocast, cache, dtype, device)
+        return Ambient(autocast, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), device)
+
+
+def _is_plain() -> bool:
+    """True if the usual settings are in force; by far the most common, and found without building anything."""
+    return (
+        not is_any_autocast_enabled()
+        and is_autocast_cache_enabled()
+        and get_default_dtype() is float32
+        and not (len_torch_function_stack() and current_device_context() is not None)
+    )
 
 
 PLAIN = Ambient(None, True, torch.float32, None)
@@ -84,13 +94,8 @@ def current_device_context() -> Any:
 
 def is_in_force(ambient: Ambient) -> bool:
     """True if nothing needs to be set for code that ran under these settings."""
-    if ambient is PLAIN:  # by far the most common, and checked without building anything
-        return (
-            not is_any_autocast_enabled()
-            and torch.is_autocast_cache_enabled()
-            and torch.get_default_dtype() is torch.float32
-            and not (len_torch_function_stack() and current_device_context() is not None)
-        )
+    if ambient is PLAIN:
+        return _is_plain()
     # An autocast region keeps its own nesting level, so that weights cast for it are dropped with it.
     return ambient.autocast is None and Ambient.current() == ambient
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from remat.eager.errors import CheckpointError
 from remat.eager.state import version_of
@@ -21,14 +22,26 @@ class SavedArguments:
     __slots__ = ("_args", "_kwargs", "_versions")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._versions: list[tuple[int, int]] | None = None
         if top_saved_tensors_hooks(True) is not None:  # an outer region, or a user's own hooks
+            self._versions: list[int | None] | None = None
             self._args: tuple[Any, ...] = tuple([_pack_argument(value) for value in args])
             self._kwargs = {name: _pack_argument(value) for name, value in kwargs.items()}
             return
         self._args, self._kwargs = args, kwargs
-        values = (*args, *kwargs.values()) if kwargs else args
-        self._versions = [(i, _version(v)) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int | None]:
+        """Return the version of each argument, None for what is no tensor."""
+        versions: list[int | None] = []
+        for value in (*self._args, *self._kwargs.values()) if self._kwargs else self._args:
+            if not isinstance(value, Tensor):
+                versions.append(None)
+                continue
+            try:
+                versions.append(value._version)
+            except (RuntimeError, AttributeError):  # some tensors keep none
+                versions.append(version_of(value))
+        return versions
 
     @property
     def num_positional(self) -> int:
@@ -42,10 +55,10 @@ class SavedArguments:
     def unpack(self, name_of: Callable[[int], str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments; raise, naming it, if one was changed in place since the forward."""
         if self._versions is not None:
-            values = (*self._args, *self._kwargs.values()) if self._kwargs else self._args
-            for index, version in self._versions:
-                if _version(values[index]) != version:
-                    raise CheckpointError(changed_in_place(name_of(index)))
+            now = self._read_versions()
+            if now != self._versions:
+                changed = (i for i, before in enumerate(self._versions) if now[i] != before)
+                raise CheckpointError(changed_in_place(name_of(next(changed))))
             return self._args, self._kwargs
         args = tuple([_unpack_argument(v, i, name_of) for i, v in enumerate(self._args)])
         offset = len(args)
@@ -64,13 +77,6 @@ def _unpack_argument(value: Any, index: int, name_of: Callable[[int], str]) -> A
         if "modified by an inplace operation" not in str(error):
             raise
         raise CheckpointError(changed_in_place(name_of(index))) from error
-
-
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except (RuntimeError, AttributeError):
-        return version_of(tensor)
 
 
 def _pack_argument(value: Any) -> Any:

@@ -22,8 +22,15 @@ MetadataFunction = Callable[[torch.Tensor], Metadata]
 
 
 def default_metadata(tensor: torch.Tensor) -> Metadata:
-    """Return shape, dtype and device."""
-    return tensor.shape, tensor.dtype, tensor.device
+    """Return shape, dtype and device; True stands for the CPU, since asking for a device makes an object each time."""
+    return tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device
+
+
+def _device(noted: Any) -> torch.device:
+    return _CPU if noted is True else noted
+
+
+_CPU = torch.device("cpu")
 
 
 # None stands for "look at nothing", which the engine turns into no call at all.
@@ -81,8 +88,9 @@ def _source_of(code: CodeType, instruction: int, line: int) -> str:
 
 def describe_metadata(metadata: Metadata) -> str:
     """Print what a check noted; the default's triple as a dictionary."""
-    if isinstance(metadata, tuple) and len(metadata) == 3 and isinstance(metadata[0], torch.Size):
-        return str(dict(zip(("shape", "dtype", "device"), metadata, strict=True)))
+    if _is_default(metadata):
+        shape, dtype, device = metadata
+        return str({"shape": shape, "dtype": dtype, "device": _device(device)})
     return str(metadata)
 
 
@@ -175,7 +183,9 @@ def _causes_of(mismatch: Mismatch) -> list[str]:
             "or a module or argument converted in between (.half(), .to(dtype))"
         )
     if device != new_device:
-        causes.append(f"the device changed from {device} to {new_device}: something was moved in between")
+        causes.append(
+            f"the device changed from {_device(device)} to {_device(new_device)}: something was moved in between"
+        )
     if _grew_in_one_dimension(shape, new_shape):
         causes.append(
             f"one dimension grew from {tuple(shape)} to {tuple(new_shape)}: a cache (a key/value cache, a "

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from remat.eager import collectives, rng
 from remat.eager.ambient import Ambient
@@ -21,12 +20,12 @@ from remat.eager.execution import Execution, local
 from remat.eager.frames import Frame
 from remat.eager.hooks import ends_search
 from remat.eager.out_of_memory import advise
-from remat.eager.reach import generators_of, reach, reach_arguments
+from remat.eager.reach import generators_of, reach
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
 from remat.eager.saved import adopt_child, open_segment
 from remat.eager.selective import Selective
-from remat.eager.settings import debug_override, early_stop_override
+from remat.eager.settings import Overrides, overrides
 from remat.eager.state import WatchedState
 from remat.eager.write_guard import Clearance
 from remat.passes.torch_private import (
@@ -52,7 +51,6 @@ class RegionSpec:
 
     name: str | None = None
     preserve_rng_state: bool = True
-    context_fn: ContextFunction = noop_context_fn
     selective: Selective | None = None
     check: MetadataFunction | None = None
     debug: bool = False
@@ -79,44 +77,97 @@ def cached_spec(
     )
 
 
-def run_region(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: RegionSpec) -> Any:
-    """Call a function as a region: keep its inputs, not its activations, and run it again in backward."""
-    debug = debug_override.get()
-    debug = spec.debug if debug is None else debug
-    if debug and (spec.context_fn is not noop_context_fn or spec.selective is not None):
+def run_region(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: RegionSpec,
+    context_fn: ContextFunction = noop_context_fn,
+) -> Any:
+    """Call a function as a region: keep its inputs, not its activations, and run it again in backward.
+
+    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called.
+    """
+    around = overrides.get()
+    debug = spec.debug if around.debug is None else around.debug
+    if debug and (context_fn is not noop_context_fn or spec.selective is not None):
         raise ValueError("debug=True is incompatible with non-default context_fn (or a policy)")
-    if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
-        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the
-        # region is
+    if not is_grad_enabled() or peek_functorch_stack() is not None:
+        # Nothing is saved without grad mode. torch.func's transforms allow no saved-tensor hooks; there the region is
         # run as plain code, with the same results and without its memory being saved.
         return function(*args, **kwargs)
     if get_eval_frame_callback() is not None:
         # Called from compiled code after a graph break: what runs here must run alike in backward, so not
         # compiled.
-        return _without_compiler(_run_with_grad, function, args, kwargs, spec, debug)
-    return _run_with_grad(function, args, kwargs, spec, debug)
+        return _without_compiler(_run_with_grad, function, args, kwargs, spec, context_fn, debug, around)
+    return _run_with_grad(function, args, kwargs, spec, context_fn, debug, around)
 
 
 def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
     return run_uncompiled(run, *args)
 
 
-def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, debug: bool) -> Any:
+def _run_with_grad(
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    spec: RegionSpec,
+    context_fn: ContextFunction,
+    debug: bool,
+    around: Overrides,
+) -> Any:
     outer = local.execution
+    is_plain = spec.selective is None and context_fn is noop_context_fn and not debug
+    if outer is None and is_plain and not collectives.may_run():
+        frame = _open_frame(function, args, kwargs, spec, around)
+        out = _run_alone(frame, function, args, kwargs)
+        _seal(frame, None, 0)
+        return out
     number, replay, former = _enter_child(outer)
     if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
         return former.refill(args, kwargs, outer)
-    contexts = _contexts(spec, debug)
-    frame = _open_frame(function, args, kwargs, spec)
+    contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
+    frame = _open_frame(function, args, kwargs, spec, around)
     if outer is not None and outer.frame is not None:
         frame.outer_names = outer.frame.names
         if outer.task is None:
             outer.frame.children = outer.frame.children or {}
             outer.frame.children[number] = weakref.ref(frame)
-    local.execution = execution = Execution(frame, replay)
+    execution = Execution(frame, outer)
     forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
+    out = _run_inside(outer, execution, forward_context, function, args, kwargs)
+    _seal(frame, outer, number)
+    return out
+
+
+def _run_alone(frame: Frame, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a region that has no context and no region around it, as most have none."""
+    local.execution = execution = Execution(frame, None)
     pack, unpack = frame.hooks()
-    outer_mode = outer.mode if outer is not None else None
+    push_saved_tensors_hooks(pack, unpack)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        advise(error, frame, "forward")
+        raise
+    finally:
+        pop_saved_tensors_hooks()
+        local.execution = execution.frame = None
+
+
+def _run_inside(
+    outer: Execution | None,
+    execution: Execution,
+    forward_context: AbstractContextManager[Any] | None,
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the forward of a region under its context, inside the region around it."""
+    frame, replay, outer_mode = execution.frame, execution.replay, outer.mode if outer is not None else None
+    assert frame is not None, "it is let go of below"
+    local.execution = execution
+    pack, unpack = frame.hooks()
     if outer_mode is not None:
         outer_mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
     push_saved_tensors_hooks(pack, unpack)
@@ -131,7 +182,8 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
         if isinstance(execution.mode, Recorder):
             execution.mode.note_rng_after()
         elif replay is not None:
-            replay.store.restore_rng_after()
+            replay.restore_rng_after()
+        return out
     except Exception as error:
         advise(error, frame, "forward")
         raise
@@ -141,38 +193,27 @@ def _run_with_grad(function: Any, args: Any, kwargs: dict[str, Any], spec: Regio
             outer_mode.num_suspensions -= 1
         local.execution = outer
         _detach_recorder(execution)
-    _seal(frame, outer, number)
-    return out
 
 
-def _contexts(spec: RegionSpec, debug: bool) -> Any:
-    """Return the pair of contexts of this call, the logs of debug mode, or None."""
-    if debug:
-        return DebugLogs()
-    if spec.context_fn is noop_context_fn:
-        return None
-    return spec.context_fn()
-
-
-def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec) -> Frame:
-    early_stop = early_stop_override.get()
-    frame = Frame(function, spec.name, spec.early_stop if early_stop is None else early_stop, spec.check)
-    reached = reach(function)
-    reach_arguments(range(len(args)), args, reached)
-    if kwargs:
-        reach_arguments(kwargs, kwargs.values(), reached)
+def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, around: Overrides) -> Frame:
+    """Note all that a recomputation must find as it is now."""
+    early_stop = spec.early_stop if around.early_stop is None else around.early_stop
+    frame = Frame(function, spec.name, early_stop, spec.check)
     frame.arguments = SavedArguments(args, kwargs)
     frame.ambient = Ambient.current()
     if is_tracing():
         frame.copies_by_op = True  # so that the graph being traced has them
         return frame  # and nothing of ours: what follows is about values, and there are none
-    frame.clearance = Clearance(reached)
+    reached = reach(function, args, kwargs)
+    frame.clearance = clearance = Clearance(reached)
     if spec.preserve_rng_state:
         frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
-    if reached.tensors or reached.modules:
-        frame.state = WatchedState(reached, (_region_key(function), frame.clearance.codes))
-        if reached.modules:
-            frame.note_training(reached)
+    if reached.modules:
+        clearance.keep_codes()
+        frame.state = WatchedState(reached, (_region_key(function), clearance.codes))
+        frame.note_training(reached)
+    elif reached.tensors:
+        frame.state = WatchedState(reached, None)
     return frame
 
 
@@ -205,26 +246,26 @@ def _attach_contexts(
     if replay is not None:
         frame.store, frame.segment = replay.store, replay
         execution.replay = replay.store
-    selective = spec.selective
+    selective: Selective | Recorder | None = spec.selective
     forward: Any = None
     if isinstance(contexts, DebugLogs):
         frame.recompute_context, frame.on_error = contexts.recompute_context(), contexts.explain
         return contexts.forward_context()
     if contexts is not None:
-        forward, frame.recompute_context = contexts
-        frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
-        if isinstance(forward, Recorder) and isinstance(frame.recompute_context, Replayer):
-            frame.copies_by_op = is_tracing()
-            selective = Selective(forward.policy, forward.on_mutation, forward.ac_graph_id)
-            frame.recompute_context = None
+        forward, recompute = contexts
+        if type(forward) is Recorder and type(recompute) is Replayer:
+            selective = forward
+        else:
+            frame.recompute_context = recompute
+            frame.copies_by_op = True  # a user's dispatch mode may count on seeing them
     if selective is None:
         return forward  # type: ignore[no-any-return]
-    frame.selective = selective
+    frame.make_replayer, frame.policy = Replayer, selective.policy
     if replay is not None and replay.store.counts:
         # An outer region is being run again: what this call's own forward saved is not computed a second
         # time.
         execution.mode = Replayer(replay.store)
-    elif isinstance(forward, Recorder) and not forward.is_bound:
+    elif type(forward) is Recorder and not forward.is_bound:
         open_segment(frame)
         execution.mode = forward.bind(frame)
     else:
@@ -266,5 +307,6 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
         frame.state.seal()
 
 
-ends_search(_run_with_grad.__code__)
+ends_search(_run_alone.__code__)
+ends_search(_run_inside.__code__)
 ends_search(_call_under.__code__)

@@ -29,7 +29,7 @@ from remat.eager.errors import CheckpointError
 from remat.eager.execution import Execution, local
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
-from remat.eager.recompute import Overwritten, Recomputation, mark_overwritten
+from remat.eager.recompute import Overwritten, Recomputation, settle
 from remat.eager.state import ReadGuard, WatchedState
 from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
@@ -42,8 +42,8 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from remat.eager.replayer import Replayer
     from remat.eager.saved import Segment, Store
-    from remat.eager.selective import Selective
 
 _MAX_TASKS = 15  # backward passes that are remembered besides the newest
 _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."
@@ -52,11 +52,47 @@ _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tenso
 class Holder:
     """What autograd keeps in place of a tensor: room for its recomputed value, per backward pass.
 
-    There is one per saved tensor, made in forward, so what it starts with is said for the class.
+    There is one per saved tensor, so making and filling one must be quick: slots, set by who makes it, and a dictionary
+    only for the rare case of two backward passes at a time.
     """
 
-    segment: Segment | None = None  # keeps alive what a policy saved before this point, and nothing saved after it
-    values: dict[Any, torch.Tensor | Overwritten] | None = None
+    __slots__ = ("__weakref__", "others", "segment", "task", "value")
+
+    others: dict[Any, Recomputed] | None
+    """Values for other backward passes than `task`."""
+    segment: Segment
+    """Keeps alive what a policy saved before this point, and nothing saved after it; not set without a policy."""
+    task: Any
+    """The backward pass that `value` is for; None if there is none."""
+    value: Recomputed | None
+
+    def put(self, task: Any, value: Recomputed) -> None:
+        """Keep a value for a backward pass."""
+        if self.task is None or self.task == task:
+            self.task, self.value = task, value
+            return
+        if self.others is None:
+            self.others = {}
+        self.others[task] = value
+
+    def peek(self, task: Any) -> Recomputed | None:
+        """Return the value for a backward pass, if there is one."""
+        if self.task is not None and self.task == task:
+            return self.value
+        return self.others.get(task) if self.others is not None else None
+
+    def take(self, task: Any) -> Recomputed | None:
+        """Return the value for a backward pass, if there is one, and forget it."""
+        if self.task is not None and self.task == task:
+            value, self.task, self.value = self.value, None, None
+            return value
+        return self.others.pop(task, None) if self.others is not None else None
+
+
+Recomputed = torch.Tensor | Overwritten
+
+Save = tuple["weakref.ref[Holder]", CodeType, int, Metadata]
+"""One tensor that autograd saved in forward: its holder, the code and instruction that saved it, what a check noted."""
 
 
 class Frame:
@@ -77,7 +113,8 @@ class Frame:
     outer_names: tuple[str, ...] = ()  # of the regions around this call
     on_error: Callable[[CheckpointError], CheckpointError] | None = None
     copies_by_op = False  # cut recomputed tensors off their history by an op, which costs more
-    selective: Selective | None = None
+    make_replayer: type[Replayer] | None = None  # in a region with a policy
+    policy: Any = None
     store: Store | None = None  # what a policy saved, known weakly
     segment: Segment | None = None  # the newest part of it, held only while forward runs
     tail: Segment | None = None
@@ -88,9 +125,7 @@ class Frame:
         self.name = name
         self.early_stop = early_stop
         self.check = check
-        self.holders: list[weakref.ref[Holder]] = []
-        self.metadata: list[Metadata] = []
-        self.where: list[tuple[Any, int]] = []
+        self.saves: list[Save] = []
 
     def note_training(self, reached: Reached) -> None:
         """Remember whether the modules at the top were in train mode, for an error's guess at the cause."""
@@ -98,37 +133,37 @@ class Frame:
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Holder], Callable[[Holder], torch.Tensor]]:
         """Return the pack and unpack hooks of the forward."""
-        add_holder, add_metadata, add_where = self.holders.append, self.metadata.append, self.where.append
-        check, ref, getframe = self.check, weakref.ref, sys._getframe
+        add_save, check, ref, getframe = self.saves.append, self.check, weakref.ref, sys._getframe
         frame = self
 
         def pack(tensor: torch.Tensor) -> Holder:
             holder = Holder()
+            holder.task = holder.others = None
             segment = frame.segment
             if segment is not None:
                 segment.is_taken = True
                 holder.segment = segment
-            add_holder(ref(holder))
             caller = getframe(1)
-            add_where((caller.f_code, caller.f_lasti))
-            if check is default_metadata:
-                add_metadata((tensor.shape, tensor.dtype, tensor.device))
-            elif check is not None:
-                with torch.no_grad():
-                    add_metadata(check(tensor))
+            if check is default_metadata:  # as it would answer, without the call
+                metadata: Metadata = (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device)
+            else:
+                metadata = _noted(check, tensor)
+            add_save((ref(holder), caller.f_code, caller.f_lasti, metadata))
             return holder
 
         return pack, self._unpack
 
     def _unpack(self, holder: Holder) -> torch.Tensor:
+        task: Any = current_graph_task_id()
+        if holder.task == task:  # as `take` does, without the call
+            value = holder.value
+            holder.task = holder.value = None
+            if type(value) is Overwritten:
+                raise value.refuse()
+            return value  # type: ignore[return-value]
         group = get_graph_exec_group()
-        task = group if group is not None else current_graph_task_id()
-        if holder.values is not None:
-            value = holder.values.pop(task, None)
-            if value is not None:
-                return _accepted(value)
         try:
-            return self._recompute_for(holder, task, group)
+            return self._recompute_for(holder, task if group is None else group, group)
         except CheckpointError as error:
             if self.on_error is None:
                 raise
@@ -136,7 +171,7 @@ class Frame:
 
     def _recompute_for(self, holder: Holder, task: Any, group: Any) -> torch.Tensor:
         with self._lock:  # two threads of one backward may ask at once; the second finds the value
-            value = holder.values.pop(task, None) if holder.values is not None else None
+            value = holder.take(task)
             if value is not None:
                 return _accepted(value)
             if group is not None:
@@ -148,13 +183,14 @@ class Frame:
             else:
                 self._recompute(task, None)
                 self.note_recomputed(task)
-            assert holder.values is not None, "a recomputation that ended well fills every living holder"
-            return _accepted(holder.values.pop(task))
+            value = holder.take(task)
+            assert value is not None, "a recomputation that ended well fills every living holder"
+            return _accepted(value)
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
         if type(task) is int:
-            self._tasks = (*self._tasks[-_MAX_TASKS:], task)
+            self._tasks = (*self._tasks[-_MAX_TASKS:], task) if self._tasks else (task,)
         else:
             if self._groups is None:
                 self._groups = weakref.WeakSet()
@@ -164,23 +200,25 @@ class Frame:
         """True if a run inside the recomputation of an outer region can serve this one's backward."""
         if task == -1 or task in self._tasks or (self._groups is not None and task in self._groups):
             return False
-        return any(reference() is not None for reference in self.holders)
+        return any(reference() is not None for reference, *_ in self.saves)
 
     def refill(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Execution) -> Any:
         """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
         SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
         run = Recomputation(self, outer.task, None, stops=False)
-        local.execution = execution = Execution(self, self.store, outer.task)
+        execution = Execution(self, outer, outer.task)
+        execution.replay, execution.watched = self.store, outer.watched
+        local.execution = execution
         context: AbstractContextManager[Any] | None = None
-        if self.selective is not None:
-            context = execution.mode = self.selective.replayer(self.store)
+        if self.make_replayer is not None:
+            context = execution.mode = self.make_replayer(self.store)
         elif self.recompute_context is not None:
             context = _fresh(self.recompute_context)
         if outer.mode is not None:
             outer.mode.num_suspensions += 1
         try:
             with context if context is not None else nullcontext():
-                out = run.call(self._function, args, kwargs)
+                out = run.call(self._function, args, kwargs, execution.watched)
         except BaseException as error:
             run.forget()
             advise(error, self, "recomputation")
@@ -216,34 +254,31 @@ class Frame:
         surroundings = self._surroundings(run)
         had_grad, outer = torch.is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
-        local.execution = execution = Execution(self, self.store, task)
-        local.recompute_depth += 1
-        outer_watched, local.watched = local.watched, []
-        watched = local.watched
+        local.execution = execution = Execution(self, outer, task)
+        execution.replay = self.store
         set_grad_enabled(True)
         try:
             if surroundings:
-                execution.mode = surroundings[-1] if self.selective is not None else None
+                execution.mode = surroundings[-1] if self.make_replayer is not None else None
                 with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
-                    run.call(self._function, args, kwargs)
+                    run.call(self._function, args, kwargs, execution.watched)
             else:
-                run.call(self._function, args, kwargs)
-            mark_overwritten(self, watched, task)
+                run.call(self._function, args, kwargs, execution.watched)
+            settle(self, execution.watched, task)
         except BaseException as error:
-            run.forget()
+            for _, _, holder in execution.watched:  # of this region, and of inner ones that ran again with it
+                holder.take(task)
             advise(error, self, "recomputation")
             raise
         finally:
-            watched.clear()  # the tensors in it know the hooks by their history, and those know the list
+            execution.watched.clear()  # the tensors in it know the hooks by their history, and those know the list
             set_grad_enabled(had_grad)
-            local.recompute_depth -= 1
-            local.watched = outer_watched
             local.execution = outer
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
-        if self.clearance is not None:
-            self.clearance.give()
+        if surroundings and self.clearance is not None:
+            self.clearance.give()  # without any, it was given before
         if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
             run.forget_after_backward()
 
@@ -253,11 +288,11 @@ class Frame:
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
         if self.clearance is not None and not self.clearance.is_given():
-            found.append(WriteGuard(lambda what: changed_twice(self.label, what)))
+            found.append(WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
-        if self.selective is not None:
-            found.append(self.selective.replayer(self.store))
+        if self.make_replayer is not None:
+            found.append(self.make_replayer(self.store))
         elif self.recompute_context is not None:
             found.append(_fresh(self.recompute_context))
         return found
@@ -288,6 +323,13 @@ class Frame:
         return f"argument {argument_name(self._function, index, self.arguments)} of {self.label}"
 
 
+def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
+    if check is None:
+        return None
+    with torch.no_grad():
+        return check(tensor)
+
+
 def _accepted(value: torch.Tensor | Overwritten) -> torch.Tensor:
     if type(value) is Overwritten:
         raise value.refuse()
@@ -314,7 +356,7 @@ def _keep_compiler_out() -> None:
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call):
+    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation._unpack):
         skip_code(method.__code__)
 
 

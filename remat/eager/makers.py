@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from remat.eager.ops import OpFacts
-from remat.eager.saved import OpKey, alias_of, map_tensors, tensors_of
+from remat.eager.saved import OpKey, map_tensors, tensors_of
 from remat.eager.state import version_of
+from remat.passes.torch_private import alias_of
 
 
 @dataclass(slots=True)
@@ -115,8 +116,10 @@ class Makers:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return the object that stands for a tensor's memory; a wrapper without memory stands for itself."""
+    """Return the object that stands for a tensor's memory; a wrapper or sparse tensor, which has none, for itself."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return tensor
+    if tensor.layout is not torch.strided:
         return tensor
     return tensor.untyped_storage()
 

@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.eager.errors import CheckpointError
 from remat.eager.offload import Away, offload
-from remat.eager.saved import alias_of, storage_id
+from remat.eager.saved import storage_id
 from remat.eager.state import version_of
 from remat.passes.disk import goes_to_disk
-from remat.passes.torch_private import DisableTorchDispatch, skip_code
+from remat.passes.torch_private import DisableTorchDispatch, alias_of, skip_code
 
 _NUM_AHEAD = 2  # values that are brought back while the one before is in use
 

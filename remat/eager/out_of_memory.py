@@ -22,14 +22,14 @@ def advise(error: BaseException, frame: Frame, phase: str) -> None:
 
 
 def _remedy(frame: Frame) -> str:
-    if frame.selective is None:
+    if frame.policy is None:
         return (
             ", which recomputes everything already; running it takes room for all its activations at once. Cheaper: "
             "smaller regions inside it (remat.apply on its submodules), memory_budget=0.5 on the region, or its inputs "
             "in host memory or on disk (remat.wrappers.offload_wrapper around it)."
         )
     return (
-        f", whose policy {_shown(frame.selective.policy)} keeps {_kept_text(frame)} of this call. Cheaper: no policy "
+        f", whose policy {_shown(frame.policy)} keeps {_kept_text(frame)} of this call. Cheaper: no policy "
         "(nothing is kept but inputs), a policy that offloads (remat.policies.offload_all(), to disk with "
         'offload="disk"), or memory_budget=0.5 on the region.'
     )

@@ -9,13 +9,14 @@ region, is met by the guard of the region's first recomputation (`remat.eager.st
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,25 +29,41 @@ _MAX_ITEMS = 256  # of one container
 
 Name = Any  # a string, or (name of a container, key in it): put together only when somebody reads it
 
+_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
 
 # Packages whose objects, classes and functions hold no state of the user's.
 _WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
 
 
-@dataclass(slots=True)
 class Reached:
     """Tensors with their names, modules with their names, explicit generators, and the functions gone through."""
 
-    tensors: list[tuple[Name, torch.Tensor]] = field(default_factory=list)
-    modules: list[tuple[Name, nn.Module]] = field(default_factory=list)
-    generators: list[Any] = field(default_factory=list)
-    codes: list[types.CodeType] = field(default_factory=list)
-    visited: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no other object takes the id
+    __slots__ = ("codes", "generators", "modules", "tensor_names", "tensors", "visited")
+
+    def __init__(self, visited: dict[int, Any] | None = None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        # Beside the tensors, so that those can be gone through quickly: one name each, or a list's and its length.
+        self.tensor_names: list[tuple[Name, int | None]] = []
+        self.modules: list[tuple[Name, nn.Module]] = []
+        self.generators: list[Any] = []
+        self.codes: list[types.CodeType] = []
+        # By id, and held, so that no other object takes the id.
+        self.visited: dict[int, Any] = {} if visited is None else visited
 
     def is_empty(self) -> bool:
         """True if nothing was found that a region might read."""
         return not (self.tensors or self.modules or self.generators)
+
+
+def each_name(names: list[tuple[Name, int | None]]) -> Iterator[Name]:
+    """Return the names of all tensors that were reached, in their order."""
+    for name, length in names:
+        if length is None:
+            yield name
+        else:
+            yield from ((name, key) for key in range(length))
 
 
 def name_text(name: Name) -> str:
@@ -81,23 +98,28 @@ def kind_of(value: Any) -> int:
     return kind
 
 
-def reach(function: Any) -> Reached:
-    """Return what a function can reach without its arguments."""
+def reach(function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Reached:
+    """Return what a function can reach, by itself or from arguments.
+
+    Tensors among the arguments themselves are left out: they are looked after elsewhere.
+    """
     found = Reached()
     todo: Todo = []
-    _look_into_callable("", function, found, todo)
-    _finish(todo, found)
-    return found
-
-
-def reach_arguments(names: Iterable[Any], values: Iterable[Any], found: Reached) -> None:
-    """Add what arguments lead to; tensors among the arguments themselves are looked after elsewhere."""
-    todo: Todo = []
-    for name, value in zip(names, values, strict=False):
+    if type(function) is types.FunctionType:
+        _look_into_function(function, found, todo)
+    else:
+        _look_into_callable("", function, found, todo)
+    for position, value in enumerate(args):
         kind = _kinds.get(type(value))
-        if kind != NOTHING and kind != TENSOR and kind_of(value) != TENSOR:
-            _meet(f"argument {name}", value, found, todo)
-    _finish(todo, found)
+        if kind != TENSOR and kind != NOTHING and kind_of(value) != TENSOR:
+            _meet(f"argument {position}", value, found, todo)
+    if kwargs:
+        for name, value in kwargs.items():
+            if kind_of(value) != TENSOR:
+                _meet(f"argument {name}", value, found, todo)
+    if todo:
+        _finish(todo, found)
+    return found
 
 
 Todo = list[tuple[Name, Any, int]]  # objects still to be looked into, with their kinds
@@ -129,9 +151,12 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if kind == NOTHING:
         return
     if kind == TENSOR:
-        found.tensors.append((name, value))
+        found.tensors.append(value)
+        found.tensor_names.append((name, None))
     elif kind == GENERATOR:
         found.generators.append(value)
+    elif type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
+        _add_tensors(name, value, found)
     elif id(value) not in found.visited:
         found.visited[id(value)] = value
         if kind == MODULE:
@@ -139,10 +164,16 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         todo.append((name, value, kind))
 
 
+def _add_tensors(name: Name, tensors: list[torch.Tensor], found: Reached) -> None:
+    if len(tensors) <= _MAX_ITEMS:
+        found.tensors += tensors
+        found.tensor_names.append((name, len(tensors)))
+
+
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
     if len(value) > _MAX_ITEMS:
         return
-    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    for key, item in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
         _meet((name, key), item, found, todo)
 
 
@@ -177,8 +208,26 @@ def _look_into_object(obj: Any, found: Reached, todo: Todo) -> None:
         return
     for name, value in list(getattr(obj, "__dict__", {}).items()):
         _meet(name, value, found, todo)
+    for name in _slots_of_class(type(obj)):
+        _meet(name, getattr(obj, name, None), found, todo)
     if callable(obj) and type(type(obj).__call__) is types.FunctionType:
         _meet("__call__", type(obj).__call__, found, todo)
+
+
+_slots_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of_class(cls: type) -> list[str]:
+    """Return the names of the attributes that a class keeps in slots."""
+    names = _slots_of_classes.get(cls)
+    if names is None:
+        members = [(n, v) for base in cls.__mro__ if _is_users_class(base) for n, v in vars(base).items()]
+        names = _slots_of_classes[cls] = [n for n, v in members if isinstance(v, types.MemberDescriptorType)]
+    return names
+
+
+def _is_users_class(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in _WITHOUT_STATE
 
 
 _states_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
@@ -188,7 +237,7 @@ def _state_of_class(cls: type) -> list[str]:
     """Return the names of a class's attributes that are state; remembered, for there are many classes in globals."""
     names = _states_of_classes.get(cls)
     if names is None:
-        is_users = cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+        is_users = _is_users_class(cls)
         state = (TENSOR, MODULE, GENERATOR)
         names = [n for n, v in vars(cls).items() if kind_of(v) in state] if is_users else []
         _states_of_classes[cls] = names
@@ -209,16 +258,14 @@ def _look_into_module(module: nn.Module, found: Reached, todo: Todo) -> None:
 def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo) -> None:
     code = function.__code__
     found.codes.append(code)
+    facts = _facts_of_codes.get(id(code)) or _look_at_code(code)
     if function.__closure__ is not None:
-        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+        for name, cell in zip(facts.free_names, function.__closure__):  # noqa: B905 (as many as there are cells)
             try:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            kind = _kinds.get(type(value))
-            if kind == TENSOR:
-                found.tensors.append((name, value))
-            elif kind != NOTHING:
+            if _kinds.get(type(value)) != NOTHING:
                 _meet(name, value, found, todo)
     if function.__defaults__:
         _meet("default argument", function.__defaults__, found, todo)
@@ -227,7 +274,7 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
     if not _is_users(function):
         return  # torch's own globals hold no user state
     variables = function.__globals__
-    for name in _global_names(code):
+    for name in facts.global_names:
         value = variables.get(name)
         if value is None:
             continue
@@ -241,9 +288,38 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
             _meet(name, value, found, todo)
 
 
+@dataclass(frozen=True, slots=True)
+class CodeFacts:
+    """The names that a function's code speaks of."""
+
+    code: types.CodeType
+    """Held, so that no other code takes its id."""
+    free_names: tuple[str, ...]
+    global_names: tuple[str, ...]
+
+
+_MAX_CODES = 4096
+# By id: the hash of a code object is computed from all it consists of, each time.
+_facts_of_codes: dict[int, CodeFacts] = {}
+
+
+def _look_at_code(code: types.CodeType) -> CodeFacts:
+    if len(_facts_of_codes) >= _MAX_CODES:
+        _facts_of_codes.clear()
+    facts = _facts_of_codes[id(code)] = CodeFacts(code, code.co_freevars, _global_names(code))
+    return facts
+
+
+_users_packages: dict[str | None, bool] = {None: True}
+
+
 def _is_users(function: Any) -> bool:
     module = getattr(function, "__module__", None)
-    return module is None or module.partition(".")[0] not in _WITHOUT_STATE
+    is_users = _users_packages.get(module)
+    if is_users is None:
+        assert module is not None, "known from the start"
+        is_users = _users_packages[module] = module.partition(".")[0] not in _WITHOUT_STATE
+    return is_users
 
 
 Variables = tuple[
@@ -320,10 +396,14 @@ def _finds_state(value: Any, found: Reached) -> bool:
     return not found.is_empty()
 
 
+_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+
+
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that a function's code, inner functions included, may look up as globals."""
-    names = dict.fromkeys(code.co_names)
+    loads = (i for i in dis.get_instructions(code) if i.opname in _GLOBAL_LOADS)
+    names = dict.fromkeys(i.argval for i in loads)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names.update(dict.fromkeys(_global_names(const)))
@@ -394,7 +474,7 @@ def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
 def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
     """Return the methods of the user's classes among these and their bases."""
     bases = {base: None for cls in classes for base in cls.__mro__}
-    users = [base for base in bases if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
+    users = [base for base in bases if _is_users_class(base)]
     return [function for base in users for function in vars(base).values()]
 
 

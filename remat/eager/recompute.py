@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from remat.eager import collectives
 from remat.eager.determinism import (
     Metadata,
+    MetadataFunction,
     Mismatch,
     SavePoint,
     default_metadata,
@@ -22,20 +24,18 @@ from remat.eager.determinism import (
     more_error,
 )
 from remat.eager.errors import CheckpointError
-from remat.eager.execution import local
 from remat.eager.hooks import ends_search
 from remat.eager.reach import name_text
-from remat.eager.state import ReadGuard, version_of
+from remat.eager.state import ReadGuard
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import (
-    DisableTorchDispatch,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     queue_after_backward,
 )
 
 if TYPE_CHECKING:
-    from remat.eager.frames import Frame, Holder
+    from remat.eager.frames import Frame, Holder, Save
 
 # The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before that
 # kernel would leave it empty, so a recomputation that ends there goes on to the next saved tensor.
@@ -46,21 +46,9 @@ class _StopRecomputation(BaseException):
     """Unwinds a recomputation that has all it needs; no Exception, so that user code does not swallow it."""
 
 
-def _data(tensor: torch.Tensor) -> torch.Tensor:
-    """Cut a tensor off its history without an op."""
-    return tensor.data
-
-
-def _data_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Cut a tensor off its history without telling dispatch modes, which `.data` would."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return tensor.data
-    with DisableTorchDispatch():
-        return tensor.data
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    """Cut a tensor off its history."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class Recomputation:
@@ -68,36 +56,46 @@ class Recomputation:
 
     __slots__ = (
         "_frame",
+        "_is_complete",
         "_mismatches",
         "_only",
+        "_rest",
         "_stops",
         "_task",
         "guard",
         "num_needed",
-        "num_saved",
         "stop",
     )
 
     def __init__(self, frame: Frame, task: Any, only: Holder | None, stops: bool = True) -> None:
+        saves = frame.saves
         self._frame = frame
         self._task = task
         self._only = only
         self._stops = stops and (frame.early_stop or only is not None)
         self._mismatches: list[tuple[Mismatch, Any]] = []
+        self._is_complete = False  # known to have saved all that was needed
+        self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
-        self.num_saved = 0
-        self.num_needed = len(frame.holders) if only is None else _index_of(only, frame.holders) + 1
+        self.num_needed = len(saves) if only is None else _index_of(only, saves) + 1
         if only is None and self._stops:
-            holders = frame.holders
-            while self.num_needed > 0 and holders[self.num_needed - 1]() is None:
+            while self.num_needed > 0 and saves[self.num_needed - 1][0]() is None:
                 self.num_needed -= 1  # nobody is left to want what comes last
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function until all that is wanted has been saved; return its result if it gets there."""
-        push_saved_tensors_hooks(self._pack_hook(), _identity)
+    @property
+    def num_saved(self) -> int:
+        """How many of the tensors that the forward saved this run has saved too."""
+        return len(self._frame.saves) - operator.length_hint(self._rest)
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: list[Any]) -> Any:
+        """Run the function until all that is wanted has been saved; return its result if it gets there.
+
+        What is saved is listed in `watched`: tensor, its version then, holder.
+        """
+        push_saved_tensors_hooks(self._pack_hook(watched), self._unpack)
         try:
-            if self._frame.store is not None and self._frame.selective is None:
+            if self._frame.store is not None and self._frame.make_replayer is None:
                 with collectives.watched():  # of which the store has results
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
@@ -105,54 +103,73 @@ class Recomputation:
             if stop is not self.stop:
                 raise
             stop.__traceback__ = None  # its frames hold every tensor of the recomputation
+            self._is_complete = True
         finally:
             pop_saved_tensors_hooks()
 
-    def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
-        holders, metadata, check, num_needed = frame.holders, frame.metadata, frame.check, self.num_needed
-        detach = torch.Tensor.detach if frame.copies_by_op else _data if frame.selective is None else _data_past_modes
-        getframe, run = sys._getframe, self
-        watched = local.watched
-        assert watched is not None, "a recomputation sets this up before it runs anything"
+        check, rest, run, cuts_now = frame.check, self._rest, self, frame.copies_by_op
+        last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
+        watch = watched.append
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            index = run.num_saved
-            run.num_saved = index + 1
+        def pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
+            nonlocal last
             if guard is not None:
                 guard.check_saved(tensor)
-            original = tensor
-            if tensor.requires_grad:
-                tensor = detach(tensor)
-            if index >= len(holders):
+            save = next(rest, None)
+            if save is None:
                 if stops:
                     raise run.stop
                 run.note_surplus(tensor)
-                return tensor
-            holder = holders[index]()
+                return _cut(tensor)
+            holder = save[0]()
+            packed: Holder | torch.Tensor
             if holder is not None and (only is None or holder is only):
-                if holder.values is None:
-                    holder.values = {task: tensor}
+                packed = holder
+                value = _cut(tensor) if cuts_now else tensor
+                if holder.task is None:  # as `put` does, without the call
+                    holder.task, holder.value = task, value
                 else:
-                    holder.values[task] = tensor
-                watched.append((original, version_of(original), holder))
+                    holder.put(task, value)
+                try:
+                    watch((tensor, tensor._version, holder))
+                except (RuntimeError, AttributeError):  # as in `version_of`, without the call
+                    watch((tensor, -1, holder))
                 if check is default_metadata:
-                    if metadata[index] != (tensor.shape, tensor.dtype, tensor.device):
-                        run.note_mismatch(index, default_metadata(tensor), sys._getframe(1))
+                    if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
+                        run.note_mismatch(save, default_metadata(tensor), sys._getframe(1))
                 elif check is not None:
-                    with torch.no_grad():
-                        seen = check(tensor)
-                    if metadata[index] != seen:
-                        run.note_mismatch(index, seen, sys._getframe(1))
-            if (
-                stops
-                and index + 1 >= num_needed
-                and (index >= num_needed or _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names))
-            ):
-                raise run.stop
-            return tensor
+                    run.compare(save, value, check, sys._getframe(1))
+            else:
+                packed = _cut(tensor)
+            if save is last:
+                if _FILLED_LATE.isdisjoint(sys._getframe(1).f_code.co_names):
+                    raise run.stop
+                last = run.upcoming()
+            return packed
 
         return pack
+
+    def _unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
+        """Serve a backward that the region's own function runs inside, during the recomputation."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        value = packed.peek(self._task)
+        assert isinstance(value, torch.Tensor), "values are handed out and replaced after the recomputation only"
+        return value
+
+    def upcoming(self) -> Save | None:
+        """Return what the forward saved next; None at the end, where the next one is one too many."""
+        saves, num_saved = self._frame.saves, self.num_saved
+        return saves[num_saved] if num_saved < len(saves) else None
+
+    def compare(self, save: Save, value: torch.Tensor, check: MetadataFunction, caller: Any) -> None:
+        """Note it if a check sees something else than it saw in forward."""
+        with torch.no_grad():
+            seen = check(value)
+        if save[3] != seen:
+            self.note_mismatch(save, seen, caller)
 
     def note_surplus(self, tensor: torch.Tensor) -> None:
         """Raise, unless the forward itself is still running and may save this later."""
@@ -163,27 +180,31 @@ class Recomputation:
             )
             raise more_error(first, likely_causes(None, self._training(), counts_differ=True))
 
-    def note_mismatch(self, index: int, seen: Metadata, caller: Any) -> None:
+    def note_mismatch(self, save: Save, seen: Metadata, caller: Any) -> None:
         """Keep a difference for the error, with where in the recomputation it was seen."""
-        self._mismatches.append((Mismatch(index, self._frame.metadata[index], seen), _where_am_i(caller)))
+        self._mismatches.append((Mismatch(self.num_saved - 1, save[3], seen), _where_am_i(caller)))
 
     def check(self) -> None:
         """Raise if the forward and this run did not save alike."""
+        if self._is_complete and not self._mismatches:
+            return
         frame = self._frame
-        if self.num_saved < self.num_needed and frame.forward_done:
+        num_saved = self.num_saved
+        if num_saved < self.num_needed and frame.forward_done:
             self.forget()
-            seen = f"{describe_metadata(frame.metadata[self.num_saved])}, " if frame.metadata else ""
+            missing = frame.saves[num_saved]
+            seen = f"{describe_metadata(missing[3])}, " if missing[3] is not None else ""
             first = (
-                f"First tensor that is missing, number {self.num_saved} in {frame.label}:\n"
-                f"  forward:   {seen}saved at {_save_point_of(frame.where[self.num_saved])}\n"
+                f"First tensor that is missing, number {num_saved} in {frame.label}:\n"
+                f"  forward:   {seen}saved at {_save_point_of(missing)}\n"
                 f"  recompute: ended before it{self._last_seen()}\n"
             )
             causes = likely_causes(None, self._training(), counts_differ=True)
-            raise fewer_error(len(frame.holders), self.num_saved, first, causes)
+            raise fewer_error(len(frame.saves), num_saved, first, causes)
         if self._mismatches:
             self.forget()
             mismatch, where = self._mismatches[0]
-            forward = _save_point_of(frame.where[mismatch.index])
+            forward = _save_point_of(frame.saves[mismatch.index])
             first = (
                 f"First difference, in {frame.label}:\n"
                 f"  forward:   {describe_metadata(mismatch.forward)}, saved at {forward}\n"
@@ -195,7 +216,7 @@ class Recomputation:
     def _last_seen(self) -> str:
         if self.num_saved == 0:
             return ", without saving any"
-        return f"; the last one that both saved was at {_save_point_of(self._frame.where[self.num_saved - 1])}"
+        return f"; the last one that both saved was at {_save_point_of(self._frame.saves[self.num_saved - 1])}"
 
     def _training(self) -> list[tuple[str, bool, bool]]:
         found = [(name, module(), before) for name, module, before in self._frame.training]
@@ -232,30 +253,38 @@ class Overwritten:
         )
 
 
-def mark_overwritten(frame: Frame, watched: list[Any], task: Any) -> None:
-    """Take back what was changed in place after it had been saved: autograd itself would not accept it."""
+def settle(frame: Frame, watched: list[Any], task: Any) -> None:
+    """Cut what a recomputation saved off its history, and take back what it changed in place after saving it.
+
+    Done at the end, when no dispatch mode of a policy is there to see it. Autograd itself would not accept what was
+    changed after it had been saved.
+    """
     for tensor, version, holder in watched:
-        if version_of(tensor) != version and holder.values is not None and task in holder.values:
-            holder.values[task] = Overwritten(frame, tensor)
+        is_same = version == -1 or tensor._version == version
+        if is_same and holder.task == task:  # the usual case, without calls
+            if holder.value is tensor and tensor.requires_grad:
+                holder.value = tensor.data
+        elif holder.take(task) is not None:
+            holder.put(task, tensor.data if is_same else Overwritten(frame, tensor))
 
 
-def _index_of(holder: Holder, holders: list[weakref.ref[Holder]]) -> int:
-    return next(i for i, reference in enumerate(holders) if reference() is holder)
+def _index_of(holder: Holder | None, saves: list[Save]) -> int:
+    return next(i for i, (reference, *_) in enumerate(saves) if reference() is holder)
 
 
 def _forget(frame: Frame, task: Any) -> None:
-    for reference in frame.holders:
+    for reference, *_ in frame.saves:
         holder = reference()
-        if holder is not None and holder.values is not None:
-            holder.values.pop(task, None)
+        if holder is not None:
+            holder.take(task)
 
 
 def _save_point(caller: Any) -> SavePoint:
     return SavePoint(caller.f_code, caller.f_lasti)
 
 
-def _save_point_of(where: tuple[Any, int]) -> SavePoint:
-    return SavePoint(*where)
+def _save_point_of(save: Save) -> SavePoint:
+    return SavePoint(save[1], save[2])
 
 
 def _where_am_i(caller: Any) -> str:

@@ -87,6 +87,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._state: dict[Any, Any] = {}  # of the policy, for this call of the region
         return self
 
+    def recorder(self, frame: Frame) -> Recorder:
+        """Return another one for a frame, with the same policy."""
+        other = Recorder(self.policy, self.on_mutation, frame)
+        other.ac_graph_id = self.ac_graph_id
+        return other
+
     @property
     def is_bound(self) -> bool:
         """True from the start of a forward until its end."""
@@ -95,7 +101,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         if self.sink is _UNBOUND:
             self.bind(LooseSink())
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def release(self) -> None:
@@ -151,6 +157,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if rng_state is not None and (is_recomputed or self._makers is not None):  # a name may drop it later
             assert self.sink.store is not None
             self.sink.store.rng_states[(key, number)] = rng_state
+            self.sink.store.kept.add(key)
         if not is_recomputed:
             self._keep((key, number), facts, answer, out, args)
         self._ran_a_random_op |= facts.is_random
@@ -206,10 +213,15 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _add(self, key: OpKey, entry: AnyEntry) -> None:
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
-        segment = open_segment(self.sink)
+        segment = self.sink.segment
+        if segment is None or segment.is_taken:
+            segment = open_segment(self.sink)
         segment.items.append(entry)
-        segment.store.entries[key] = reference
-        segment.store.has_offloaded |= type(entry) is OffloadedEntry
+        store = segment.store
+        store.entries[key] = reference
+        store.kept.add(key[0])
+        if type(entry) is OffloadedEntry:
+            store.has_offloaded = True
         self._entries.append(reference)
 
     # ------------------------------------------------------------------------------------------------- names

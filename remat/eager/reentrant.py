@@ -12,7 +12,7 @@ import torch
 from remat.eager import rng
 from remat.eager.ambient import Ambient, is_in_force, restored
 from remat.eager.execution import local
-from remat.eager.reach import generators_of, reach, reach_arguments
+from remat.eager.reach import generators_of, reach
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import is_full_backward
 
@@ -40,8 +40,7 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function without a graph and keep its arguments."""
         check_backward_validity(args)
-        reached = reach(run_function)
-        reach_arguments(range(len(args)), args, reached)
+        reached = reach(run_function, args)
         ctx.run_function = run_function
         ctx.ambient = Ambient.current()
         ctx.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached)) if preserve_rng_state else None
@@ -91,8 +90,8 @@ def _replay(ctx: Any, args: tuple[Any, ...]) -> Any:
         if ctx.state is not None and ctx.state.buffers is not None and ctx.state.buffers.needs_replay:
             stack.enter_context(ctx.state.buffers.replayed())
         stack.enter_context(torch.enable_grad())
-        local.recompute_depth += 1
+        local.reentrant_depth += 1
         try:
             return ctx.run_function(*args)
         finally:
-            local.recompute_depth -= 1
+            local.reentrant_depth -= 1

@@ -15,6 +15,8 @@ from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
 
+_CAST = id(CAST)
+
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
@@ -28,16 +30,18 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     def _use(self, store: Store) -> None:
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
-        # Ops of which nothing was kept need only be counted.
-        kept = {id(CAST), *(key for key, _ in store.entries), *(key for key, _ in store.rng_states)}
+        # Ops of which nothing was kept need only be counted; casts of weights are not even that.
+        kept = store.kept
         self._limits = {key: count for key, count in store.counts.items() if key not in kept}
+        self._limits.pop(_CAST, None)
+        self._kept = kept if _CAST not in kept else kept - {_CAST}
 
     def __enter__(self) -> Replayer:
         if self._owner is not None:
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def _prefetch(self) -> None:
@@ -50,14 +54,21 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         """Run one op of the recomputation, or return what its forward returned."""
         if self.has_fsdp and is_called_by_fsdp():
             return func(*args, **kwargs) if kwargs else func(*args)
+        key: Any = id(func)
         if not self.num_suspensions:
-            limit = self._limits.get(id(func))
+            limit = self._limits.get(key)
             if limit:
-                self._limits[id(func)] = limit - 1
+                self._limits[key] = limit - 1
                 return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            if key in self._kept:
+                return self._answer(func, key, args, kwargs)
         if self.num_suspensions or func in SAC_IGNORED_OPS or is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
-        store, key = self._store, op_key(func, args)
+        return self._answer(func, op_key(func, args), args, kwargs)
+
+    def _answer(self, func: Any, key: Any, args: Any, kwargs: Any) -> Any:
+        """Return what this call of an op returned in forward, or run it if that was not kept."""
+        store = self._store
         number = self._counts[key]
         self._counts[key] = number + 1
         reference = store.entries.get((key, number))

@@ -1,17 +1,18 @@
 """Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
 
-torch's generators are snapshotted at region entry (a few microseconds). Python's and NumPy's global generators would
-cost 12 and 43 microseconds each through `getstate`, so their state words are compared in place with the last copy
-taken; a region that draws from neither copies nothing. Where the layout of that memory is not what a probe expects,
-the slow public calls are used.
+Reading the state of the global generators by public calls takes long beside a small region: 12 microseconds for
+Python's, 43 for NumPy's, and four calls with copies of 5 KB for torch's. So their state words are compared in place
+with the last copy taken; a region that draws from none copies nothing. Where the layout of that memory is not what a
+probe expects, the slow public calls are used. Generators of accelerators are read as torch reads them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,8 +28,8 @@ _NUM_MARK_BYTES = 32  # of those, looked at to see whether a generator has moved
 _cpu_generator = torch.default_generator
 
 
-class _ForeignGenerator(Protocol):
-    """A global generator outside torch: `peek` is cheap and equal iff the state is."""
+class _GlobalGenerator(Protocol):
+    """A library's global generator on the CPU: `peek` is cheap, and equal for two equal states."""
 
     def peek(self) -> Any: ...
     def restore(self, state: Any) -> None: ...
@@ -76,7 +77,7 @@ class _PythonByMemory:
         self._instance.setstate((random.Random.VERSION, (*words[1:], words[0]), state[1]))
 
 
-def _python_generator() -> _ForeignGenerator:
+def _python_generator() -> _GlobalGenerator:
     """Return the quick reader if this interpreter lays its generator out as expected."""
     instance = random._inst
     if sys.implementation.name == "cpython" and _python_layout_is_known():
@@ -117,15 +118,14 @@ class _NumpyByMemory:
         self._bit_generator = bit_generator  # keeps the memory below alive
         self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
         self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
-        self._mark = self._words[:_NUM_MARK_BYTES]
-        self._position = ctypes.c_int.from_address(address + 4 * _NUM_WORDS)
-        self._last_mark: tuple[bytes, int] = (b"", -1)
-        self._last = b""
+        # A draw moves the position, which comes last; a new batch of words changes the last of them.
+        self._mark = self._words[-_NUM_MARK_BYTES:]
+        self._last_mark = self._last = b""
 
     def peek(self) -> Any:
         if self._state._bit_generator is not self._bit_generator:
             return _NumpyBySlowCalls().peek()
-        mark = (self._mark.tobytes(), self._position.value)
+        mark = self._mark.tobytes()
         if mark != self._last_mark:  # one copy for all regions between two draws
             self._last_mark, self._last = mark, self._words.tobytes()
         return self._last, self._gauss.tobytes()
@@ -140,6 +140,72 @@ class _NumpyByMemory:
         has_gauss = int(np.frombuffer(state[1], dtype=np.int32)[0])
         gauss = float(np.frombuffer(state[1], dtype=np.float64)[1])
         np.random.set_state(("MT19937", words[:_NUM_WORDS], int(words[_NUM_WORDS]), has_gauss, gauss))
+
+
+class _TorchBySlowCalls:
+    """torch's default CPU generator, by its public functions."""
+
+    def peek(self) -> Any:
+        state = _cpu_generator.get_state()
+        return bytes(state.tolist()), b"", state
+
+    def restore(self, state: Any) -> None:
+        _cpu_generator.set_state(state[2])
+
+
+class _TorchByMemory:
+    """A CPU generator of torch's, by comparing the memory of its Mersenne twister with the last copy."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        words = (ctypes.c_ubyte * _NUM_TORCH_BYTES).from_address(generator._cdata + _TORCH_ENGINE_OFFSET)  # type: ignore[attr-defined]
+        live = memoryview(words).cast("B")
+        self._generator = generator
+        # A draw moves the position, which comes with the seed before the words; a new batch of words changes the first
+        # of them. Behind the words are the spare normal numbers.
+        self._mark, self._spares = live[:_NUM_TORCH_MARK_BYTES], live[_TORCH_WORDS_END:]
+        self._last: tuple[bytes, bytes, torch.Tensor | None] = (b"", b"", None)
+
+    def peek(self) -> Any:
+        mark, spares, last = self._mark.tobytes(), self._spares.tobytes(), self._last
+        while mark != last[0] or spares != last[1]:  # one copy for all regions between two draws
+            last = (mark, spares, self._generator.get_state())
+            mark, spares = self._mark.tobytes(), self._spares.tobytes()  # again: another thread may draw meanwhile
+        self._last = last
+        return last
+
+    def restore(self, state: Any) -> None:
+        self._generator.set_state(state[2])
+
+
+# The memory of a CPU generator: seed, position, words, spare normal numbers (a float, then a double).
+_TORCH_ENGINE_OFFSET, _NUM_TORCH_MARK_BYTES, _TORCH_WORDS_END, _NUM_TORCH_BYTES = 80, 52, 2516, 2540
+
+
+def _torch_generator() -> _GlobalGenerator:
+    """Return the quick reader if torch lays its CPU generators out as expected."""
+    is_known = sys.implementation.name == "cpython" and sys.byteorder == "little" and _torch_layout_is_known()
+    return _TorchByMemory(_cpu_generator) if is_known else _TorchBySlowCalls()
+
+
+def _torch_layout_is_known() -> bool:
+    """True if a probe's memory shows its public state, and how that moves with draws of each kind."""
+    probe = torch.Generator().manual_seed(20240607)
+    torch.rand(3, generator=probe)
+    state, memory = bytes(probe.get_state().tolist()), _torch_memory(probe)
+    seed, left, _, position = struct.unpack_from("<QiiQ", state)
+    words = memoryview(state)[24 : 24 + 8 * _NUM_WORDS].cast("Q").tolist()
+    found_seed, found_left, _, found_position = struct.unpack_from("<QiiI", memory)
+    if (found_seed, found_left, found_position) != (seed, left, position):
+        return False
+    if memoryview(memory)[20:_TORCH_WORDS_END].cast("I").tolist() != words:
+        return False
+    torch.randn(1, generator=probe, dtype=torch.float64)  # leaves a spare number behind
+    spare = bytes(probe.get_state().tolist())[24 + 8 * _NUM_WORDS + 8 :][:8]
+    return _torch_memory(probe)[_TORCH_WORDS_END + 12 :][:9] == spare + b"\x01"
+
+
+def _torch_memory(generator: torch.Generator) -> bytes:
+    return ctypes.string_at(generator._cdata + _TORCH_ENGINE_OFFSET, _NUM_TORCH_BYTES)  # type: ignore[attr-defined]
 
 
 def _numpy_gauss_offset(random_state_type: Any) -> int | None:
@@ -159,7 +225,7 @@ def _numpy_gauss_offset(random_state_type: Any) -> int | None:
     return at if is_known else None
 
 
-def _numpy_generator() -> _ForeignGenerator:
+def _numpy_generator() -> _GlobalGenerator:
     """Return the quick reader if NumPy lays its global generator out as expected."""
     if find_spec("numpy") is None:
         return _NoGenerator()
@@ -173,6 +239,7 @@ def _numpy_generator() -> _ForeignGenerator:
     return _NumpyBySlowCalls()
 
 
+_torch = _torch_generator()
 _python = _python_generator()
 _numpy = _numpy_generator()
 
@@ -182,12 +249,12 @@ class RngSnapshot:
 
     __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
-    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any]) -> None:
-        self.cpu = _cpu_generator.get_state()
-        self.devices = [(device, device_module(device.type).get_rng_state(device)) for device in devices]
+    def __init__(self, devices: Iterable[torch.device], generators: Sequence[Any]) -> None:
+        self.cpu: Any = _torch.peek()
         self.python: Any = _python.peek()
         self.numpy: Any = _numpy.peek()
-        self.generators = [(generator, state_of(generator)) for generator in generators]
+        self.devices = [(d, device_module(d.type).get_rng_state(d)) for d in devices] if devices else []
+        self.generators = [(g, state_of(g)) for g in generators] if generators else []
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
@@ -198,16 +265,31 @@ class RngSnapshot:
 
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
-        if all(generator is not known for known, _ in self.generators):
+        if not self._knows(generator):
             self.generators.append((generator, state_of(generator)))
+
+    def covers(self, generator: Generator) -> bool:
+        """True if a recomputation starts from the state that a generator had."""
+        defaults = getattr(device_module(generator.device.type), "default_generators", ())  # of an accelerator
+        is_default = any(_are_same(generator, default) for default in (_cpu_generator, *defaults))
+        return is_default or self._knows(generator)
+
+    def _knows(self, generator: Generator) -> bool:
+        return any(_are_same(generator, known) for known, _ in self.generators)
+
+
+def _are_same(left: Any, right: Any) -> bool:
+    """True for one generator of torch's, which the dispatcher may hand out as another Python object."""
+    return left is right or (isinstance(right, Generator) and left._cdata == right._cdata)  # type: ignore[attr-defined]
 
 
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    current.cpu = _cpu_generator.get_state()
-    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
-    current.generators = [(g, state_of(g)) for g, _ in snapshot.generators]
+    current.cpu = _torch.peek()
+    devices, generators = snapshot.devices, snapshot.generators
+    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in devices] if devices else devices
+    current.generators = [(g, state_of(g)) for g, _ in generators] if generators else generators
     current.python = None if snapshot.python is None else _python.peek()
     current.numpy = None if snapshot.numpy is None else _numpy.peek()
     put_back(snapshot)
@@ -216,7 +298,9 @@ def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    _cpu_generator.set_state(snapshot.cpu)
+    now, wanted = _torch.peek(), snapshot.cpu
+    if now is not wanted and now[:2] != wanted[:2]:  # the same object between two draws
+        _torch.restore(wanted)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
@@ -295,17 +379,19 @@ class DefaultDeviceType:
         return DefaultDeviceType._default_device_type
 
 
-def accelerator_devices(args: Iterable[Any]) -> list[torch.device]:
+def accelerator_devices(args: Iterable[Any]) -> Iterable[torch.device]:
     """Return the devices, other than the CPU, of the tensors among some arguments, each once, in order."""
-    devices: dict[torch.device, None] = {}
+    devices: dict[torch.device, None] | None = None
     for arg in args:
         if isinstance(arg, torch.Tensor):
             if not arg.is_cpu and arg.device.type != "meta":
+                devices = devices or {}
                 devices[arg.device] = None
         elif isinstance(arg, (list, tuple, dict)):
+            devices = devices or {}
             leaves = tree_leaves(arg)
             devices.update(dict.fromkeys(accelerator_devices(x for x in leaves if isinstance(x, torch.Tensor))))
-    return list(devices)
+    return devices or ()
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:

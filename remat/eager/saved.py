@@ -19,9 +19,7 @@ from remat.eager.offload import Away, offload
 from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
 from remat.eager.state import version_of
-from remat.passes.torch_private import DispatchKey, SetExcludeDispatchKeyGuard, completed_work, tree_leaves, tree_map
-
-_VERSION_COUNTING = DispatchKey.ADInplaceOrView
+from remat.passes.torch_private import alias_of, completed_work, tree_leaves, tree_map
 
 
 class OnMutation(Enum):
@@ -38,16 +36,18 @@ class Entry:
     __slots__ = ("__weakref__", "_is_copy", "_on_mutation", "_value", "_versions")
 
     def __init__(self, value: Any, on_mutation: OnMutation, is_written: bool = False, is_pending: bool = False) -> None:
+        self._on_mutation = on_mutation
+        if type(value) is torch.Tensor and not is_written:
+            self._is_copy = False
+            self._value: Any = alias_of(value)
+            self._versions = [value._version]
+            return
         # What an in-place op wrote to may be anything, a buffer say, that others write to later. What a collective is
         # still writing to cannot be copied yet.
         self._is_copy = is_written and not is_pending and on_mutation is OnMutation.COPY
         self._value = map_tensors(torch.clone if self._is_copy else alias_of, value)
         # An in-place op's own change is counted only after the mode has returned its output.
-        if type(value) is torch.Tensor:
-            self._versions = [value._version + is_written]
-        else:
-            self._versions = [version_of(t) + is_written for t in tensors_of(self._value)]
-        self._on_mutation = on_mutation
+        self._versions = [version_of(t) + is_written for t in tensors_of(self._value)]
 
     @property
     def val(self) -> Any:
@@ -123,12 +123,13 @@ OpKey = tuple[Any, int]
 class Store:
     """What one forward of a region saved: counts for matching, values known weakly."""
 
-    __slots__ = ("children", "counts", "entries", "has_offloaded", "rng_after", "rng_states")
+    __slots__ = ("children", "counts", "entries", "has_offloaded", "kept", "rng_after", "rng_states")
 
     def __init__(self) -> None:
         self.counts: defaultdict[Any, int] = defaultdict(int)
         self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
         self.rng_states: dict[OpKey, OpRngState] = {}
+        self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
         self.has_offloaded = False
         self.rng_after: list[OpRngState] = []
         self.children: dict[int, weakref.ref[Segment]] = {}
@@ -184,12 +185,6 @@ def adopt_child(sink: Sink, index: int, child: Segment) -> None:
     segment.items.append(child)
     assert sink.store is not None
     sink.store.children[index] = weakref.ref(child)
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory with no history but the same version counter."""
-    with SetExcludeDispatchKeyGuard(_VERSION_COUNTING, False):
-        return tensor.detach()
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

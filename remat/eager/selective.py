@@ -8,12 +8,10 @@ how often they ran before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from remat.eager.frames import Frame
 from remat.eager.recorder import Recorder
-from remat.eager.replayer import Replayer
-from remat.eager.saved import OnMutation, Store
+from remat.eager.saved import OnMutation
 from remat.passes.policy import PolicyFunction
 
 
@@ -23,17 +21,11 @@ class Selective:
 
     policy: PolicyFunction
     on_mutation: OnMutation = OnMutation.COPY
-    ac_graph_id: Any = None
     disk_folder: str | None = None
     """Where values go that the policy offloads; None for host memory."""
 
     def recorder(self, frame: Frame) -> Recorder:
         """Return the mode for the forward of a frame."""
         recorder = Recorder(self.policy, self.on_mutation, frame)
-        recorder.ac_graph_id = self.ac_graph_id
         recorder.disk_folder = self.disk_folder
         return recorder
-
-    def replayer(self, store: Store | None) -> Replayer:
-        """Return the mode for a recomputation."""
-        return Replayer(store)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from remat.eager.hooks import is_fsdp_loaded
-from remat.passes.torch_private import TorchDispatchMode
+from remat.passes.torch_private import TorchDispatchMode, pop_mode, push_mode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:  # torch's own sets up only what its `__enter__` needs
         self.num_suspensions = 0
         self.has_fsdp = is_fsdp_loaded()
+
+    def __enter__(self) -> Self:
+        self._flags = push_mode(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pop_mode(self._flags)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from remat.eager.errors import CheckpointError
 from remat.eager.hooks import is_fsdp_loaded
-from remat.eager.reach import Name, Reached, module_tree, name_text
+from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
@@ -165,28 +165,37 @@ class BufferState:
 class WatchedState:
     """What a region's forward could read besides its arguments, as it was at entry."""
 
-    __slots__ = ("_identities", "_parameters", "_tensors", "_versions", "buffers")
+    __slots__ = ("_identities", "_names", "_parameters", "_tensors", "_versions", "buffers")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
-        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in reached.tensors]
+        self._tensors = list(map(weakref.ref, reached.tensors))
+        self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
+        self.buffers: BufferState | None = None
+        if reached.modules:
+            self._look_into_modules(reached.modules, region_key)
+            self._versions = self._read_versions()
+        else:
+            self._versions = [version_of(tensor) for tensor in reached.tensors]
+        # FSDP puts gathered parameters in the place of sharded ones while a module runs; their versions have
+        # nothing to do with each other.
+        self._identities = [id(tensor) for _, tensor in self._named()] if is_fsdp_loaded() else None
+
+    def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
-        for root, module in reached.modules:
+        for root, module in modules:
             tree = module_tree(module)
             self._parameters += [((root, name), values) for name, values in tree.parameters]
             for name, reference in tree.with_buffers:
                 child = reference()
                 if child is not None:
                     with_buffers.append((_join(root, name), child))
-        self.buffers = BufferState(with_buffers, region_key) if with_buffers else None
-        self._versions = self._read_versions()
-        # FSDP puts gathered parameters in the place of sharded ones while a module runs; their versions have
-        # nothing to do with each other.
-        self._identities = [id(tensor) for _, tensor in self._named()] if is_fsdp_loaded() else None
+        if with_buffers:
+            self.buffers = BufferState(with_buffers, region_key)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name, reference in self._tensors:
+        for name, reference in zip(each_name(self._names), self._tensors, strict=True):
             yield name_text(name), reference()
         for label, parameters in self._parameters:
             for name, value in parameters.items():
@@ -195,7 +204,7 @@ class WatchedState:
 
     def _read_versions(self) -> list[int]:
         try:
-            versions = [reference()._version for _, reference in self._tensors]  # type: ignore[union-attr]
+            versions = [reference()._version for reference in self._tensors]  # type: ignore[union-attr]
             for _, parameters in self._parameters:
                 versions += [value._version for value in parameters.values() if value is not None]
         except (RuntimeError, AttributeError):

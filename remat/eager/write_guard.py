@@ -3,7 +3,8 @@
 State that is found by looking (`remat.eager.reach`) is given its entry value back while a forward is replayed. Looking
 misses some: an object held by C++ code, say. The first recomputation of each region therefore runs under a mode that
 raises before an op updates a tensor that was there before, in place: it would be updated twice. Ops that only
-overwrite are let through, since a second time writes the same.
+overwrite are let through, since a second time writes the same. The same mode raises for a random op with a
+`torch.Generator` of its own that looking has missed, too: it draws other numbers now than in forward.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from remat.eager.errors import CheckpointError
 from remat.eager.reach import Reached
+from remat.eager.rng import RngSnapshot
 from remat.eager.selective_mode import SelectiveMode, support_compiled_code
 from remat.eager.user_code import nearest_user_line
 from remat.passes.torch_private import tree_leaves
@@ -41,43 +43,53 @@ _cleared_modules: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = w
 class Clearance:
     """Whether a region, known by the functions and modules it leads to, was once recomputed under guard."""
 
-    __slots__ = ("_modules", "codes")
+    __slots__ = ("_held_codes", "_modules", "codes")
 
     def __init__(self, reached: Reached) -> None:
-        self.codes = tuple([id(code) for code in reached.codes])
-        for code in reached.codes:
-            _kept_codes[id(code)] = code
-        self._modules = [weakref.ref(module) for _, module in reached.modules]
+        self.codes = tuple(map(id, reached.codes))
+        self._held_codes = reached.codes
+        self._modules = [weakref.ref(module) for _, module in reached.modules] if reached.modules else None
 
     def is_given(self) -> bool:
         """True if this region needs no guard."""
-        if not self._modules:
+        if self._modules is None:
             return self.codes in _cleared
         modules = [reference() for reference in self._modules]
         return all(module is None or self.codes in _cleared_modules.get(module, ()) for module in modules)
 
     def give(self) -> None:
         """Remember that the region changes nothing that it should not."""
-        if not self._modules:
+        self.keep_codes()
+        if self._modules is None:
             _cleared.add(self.codes)
+            return
         for reference in self._modules:
             module = reference()
             if module is not None:
                 _cleared_modules.setdefault(module, set()).add(self.codes)
 
+    def keep_codes(self) -> None:
+        """Keep the functions alive by whose numbers something is remembered."""
+        for code in self._held_codes:
+            _kept_codes[id(code)] = code
+
 
 class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
     """Raise before an op updates, in place, a tensor from before the recomputation."""
 
-    def __init__(self, describe: Callable[[str], str]) -> None:
+    def __init__(self, describe: Callable[[str], str], random_state: RngSnapshot | None, label: str) -> None:
         super().__init__()
         support_compiled_code()
         self._describe = describe
+        self._random_state = random_state
+        self._label = label
         self._own: dict[int, Any] = {}  # storages made or first written here, by address; weak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an op writes to, run it, and note what it made."""
         kwargs = kwargs or {}
+        if kwargs.get("generator") is not None and self._random_state is not None:
+            self._check_generator(func, kwargs["generator"], self._random_state)
         written = _written(func, args)
         for tensor in written:
             if tensor._version == 0:  # nobody has ever written to it, so the forward has not either
@@ -89,6 +101,10 @@ class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._note_made(leaf, args)
         return out
+
+    def _check_generator(self, func: Any, generator: Any, random_state: RngSnapshot) -> None:
+        if not random_state.covers(generator):
+            raise CheckpointError(drawn_anew(self._label, f"{func} {nearest_user_line()}"))
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -139,4 +155,14 @@ def changed_twice(label: str, what: str) -> str:
         f"{label} changes a tensor that outlives it, in place ({what}), and its recomputation in backward would change "
         "it once more. Make it a buffer of a module that the region's function is, closes over or is given, so that it "
         "can be put back for the recomputation, or change it outside of the region."
+    )
+
+
+def drawn_anew(label: str, what: str) -> str:
+    """Return the message for a generator whose state the forward did not keep."""
+    return (
+        f"{label} draws from a torch.Generator ({what}) that is not found through its function, closure, globals, "
+        "arguments or modules, so its recomputation in backward draws other numbers than its forward did. Hand the "
+        "generator to the region as an argument or make it an attribute of its module; or pass "
+        "preserve_rng_state=False if other numbers will do."
     )
