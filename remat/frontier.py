@@ -23,7 +23,7 @@ from .chart import Mark, Series, chart
 from .options import Options
 from .partition_fn import Partitioner
 from .passes.budget import Budget, Offer, Planner
-from .passes.choose import write_plan
+from .passes.choose import Picked, write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
 from .passes.partition import Request, prepare, split
@@ -227,12 +227,10 @@ def _plan_graph(
     points = []
     for offer in undominated(_offers(planner, num_budgets, say)):
         verify_schedule(problem.graph, problem.constraints, offer.schedule)
-        chosen = write_plan(
-            problem, storages, offer, request.key, budget_bytes=offer.peak_bytes, without_recompute_bytes=whole
-        )
+        chosen = write_plan(problem, storages, Picked(offer, offer.peak_bytes, whole), request.key)
         extra_ticks = offer.extra_ticks - planner.fastest.extra_ticks
         points.append(Point(offer.peak_bytes, max(extra_ticks, 0) / TICKS_PER_SECOND, chosen.plan))
-    halves = split(prepared, write_plan(problem, storages, planner.fastest, request.key))
+    halves = split(prepared, write_plan(problem, storages, Picked(planner.fastest), request.key))
     return Frontier(tuple(points), whole, len(problem.graph.nodes)), (halves.forward, halves.backward)
 
 

@@ -38,6 +38,8 @@ class Options:
     """A bound on the activation peak."""
     take_minimum: bool = False
     """Where a budget cannot be met, take the lowest plan."""
+    unbacked_hint: int | None = None
+    """What a size stands for that only the data tells, where nothing bounds it."""
     plans: tuple[Plan, ...] = ()
     """Plans made earlier that are to be applied."""
     dump: str | None = None
@@ -68,6 +70,7 @@ class Options:
         dump = _dump(given.pop("dump", None))
         on_infeasible = given.pop("on_infeasible", "error")
         budget = parse_budget(given.pop("memory_budget", None), on_infeasible)
+        unbacked_hint = _unbacked_hint(given.pop("unbacked_hint", None))
         plans = _plans(given.pop("plan", None))
         if plans and budget is not None:
             raise OptionError("plan and memory_budget: a stored plan has its own peak; give one or the other")
@@ -75,11 +78,17 @@ class Options:
             raise OptionError(f"unknown option {name!r}: a partitioner has {_listed(PLAN_OPTIONS)}")
         take_minimum = on_infeasible == "minimum"
         return Options(
-            cost_model=cost_model, budget=budget, take_minimum=take_minimum, plans=plans, dump=dump, logs=_logs()
+            cost_model=cost_model,
+            budget=budget,
+            take_minimum=take_minimum,
+            unbacked_hint=unbacked_hint,
+            plans=plans,
+            dump=dump,
+            logs=_logs(),
         )
 
 
-PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "dump")
+PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "unbacked_hint", "plan", "dump")
 OWN_OPTIONS = ("inner", *PLAN_OPTIONS)
 
 
@@ -104,6 +113,14 @@ def _cost_model(value: Any) -> str | CostFunction:
         return value  # type: ignore[no-any-return]
     raise OptionError(
         f"cost_model={value!r}: expected {_listed(COST_MODELS)}, or a callable that takes an OpCall and returns seconds"
+    )
+
+
+def _unbacked_hint(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise OptionError(
+        f"unbacked_hint={value!r}: expected None, or a whole number from 1: how large sizes get that only data tells"
     )
 
 

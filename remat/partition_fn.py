@@ -22,7 +22,9 @@ from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.errors import OptionError
 from .passes.partition import Prepared, Request, choose, prepare, split
+from .passes.ranges import take_for_granted
 from .passes.torch_private import CustomPartitionerFn
+from .passes.validity import with_ranges
 from .version import __version__
 
 
@@ -38,6 +40,7 @@ class Partitioner(CustomPartitionerFn):
             budget=options.budget,
             take_minimum=options.take_minimum,
             fuses=options.fuses,
+            unbacked_hint=options.unbacked_hint,
             stored=options.plans,
             key=self.plan_key,
         )
@@ -58,8 +61,10 @@ class Partitioner(CustomPartitionerFn):
             prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
             chosen = choose(prepared, self.request)
             if self._is_reported or is_collecting():
+                chosen = with_ranges(prepared, chosen, self.request)
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
+        take_for_granted(chosen, prepared.storages)
         return halves.forward, halves.backward
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> None:
@@ -117,7 +122,7 @@ def cost_model_of(options: Options) -> CostModel:
 def _plan_key(options: Options, cost_model: CostModel) -> str:
     """Everything a plan depends on beside its graph."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.take_minimum} {options.fuses} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {options.fuses} {options.unbacked_hint} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
