@@ -1,11 +1,13 @@
 """The activation peak as an expression: per moment the polynomial of what is alive, and of these the ones that matter.
 
 What is alive when does not depend on the sizes, so the peak at any sizes is the largest of one polynomial per moment.
-A moment is left out if another one has at least its coefficient in every monomial: sizes are not negative.
+A moment is left out if another one is known to be no less: if it has at least the same coefficients when sizes are
+written as their least value plus something that is not negative.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from .expressions import NotExpressible, largest_of, write
 from .simulate import Memory, Simulation
 from .symbols import Sizes, Terms
+from .torch_private import symbol_bounds
 
 Row = tuple[int, ...]
 
@@ -70,7 +73,8 @@ def peak_terms(simulation: Simulation, sizes: Sizes, counts: Callable[[Memory], 
     for m in memory:
         _add(changes, m.first, sizes.table[m.size], column, 1)
         _add(changes, m.last + 1, sizes.table[m.size], column, -1)
-    return PeakTerms(tuple(monomials), _largest(_running_sums(changes, len(monomials))))
+    rows = _running_sums(changes, len(monomials))
+    return PeakTerms(tuple(monomials), _largest(rows, _above_least(monomials, sizes)))
 
 
 def _add(changes: dict[int, list[int]], moment: int, terms: Terms, column: Mapping[Any, int], sign: int) -> None:
@@ -91,13 +95,35 @@ def _running_sums(changes: Mapping[int, Sequence[int]], width: int) -> Iterable[
     return rows
 
 
-def _largest(rows: Iterable[Row]) -> tuple[Row, ...]:
+def _above_least(monomials: Sequence[Any], sizes: Sizes) -> list[dict[int, int]]:
+    """Per monomial, its coefficients if each symbol is written as its least value plus another symbol."""
+    import sympy
+
+    least = {symbol: max(symbol_bounds(sizes.shape_env, symbol)[0] or 0, 0) for symbol in sizes.symbols}
+    shifted = {symbol: symbol + low for symbol, low in least.items() if low}
+    column: dict[Any, int] = {}
+    found = []
+    for monomial in monomials:
+        plain = all(f.is_Symbol or (f.is_Pow and f.base.is_Symbol) or f.is_Integer for f in _factors(monomial))
+        expanded = sympy.expand(monomial.xreplace(shifted)) if plain else monomial
+        terms = expanded.as_coefficients_dict().items()
+        found.append({column.setdefault(m, len(column)): int(c) for m, c in terms})
+    return found
+
+
+def _largest(rows: Iterable[Row], above_least: Sequence[Mapping[int, int]]) -> tuple[Row, ...]:
     """The rows that no other one dominates, in a stable order."""
-    kept: list[Row] = []
+    width = 1 + max((k for column in above_least for k in column), default=-1)
+    kept: list[tuple[Row, Row]] = []
     for row in sorted(rows, key=lambda row: (-sum(row), row)):
-        if any(row) and not any(all(a >= b for a, b in zip(other, row, strict=True)) for other in kept):
-            kept.append(row)
-    return tuple(kept)
+        shifted = [0] * width
+        for coefficient, column in zip(row, above_least, strict=True):
+            for k, factor in column.items() if coefficient else ():
+                shifted[k] += coefficient * factor
+        if any(row) and not any(all(map(operator.ge, other, shifted)) for _, other in kept):
+            kept = [(r, s) for r, s in kept if not all(map(operator.ge, shifted, s))]
+            kept.append((row, tuple(shifted)))
+    return tuple(row for row, _ in kept)
 
 
 def _dot(row: Row, values: Sequence[int]) -> int:
@@ -106,7 +132,11 @@ def _dot(row: Row, values: Sequence[int]) -> int:
 
 def _is_product(monomial: Any) -> bool:
     """True for a product of symbols and of what grows with them."""
-    return all(_grows(factor) for factor in monomial.as_ordered_factors())
+    return all(_grows(factor) for factor in _factors(monomial))
+
+
+def _factors(monomial: Any) -> Sequence[Any]:
+    return monomial.args if monomial.is_Mul else (monomial,)
 
 
 def _grows(factor: Any) -> bool:

@@ -122,15 +122,30 @@ class _RangePlanner:
     def _beyond(self, fastest: Sequence[_Bounded], level: int) -> Picked | None:
         """A plan for the upper end of a range, or for the largest size at which there is one; None if at none."""
         end = self._furthest(lambda sizes: max(b.level(sizes) for b in fastest) <= level)
-        for _ in range(2):
-            if end is None:
-                return None
-            picked = self._quietly(end)
-            reached = self._bounded(picked.offer.schedule)
-            if all(bounded.fits(end) for bounded in reached):
-                return picked
-            end = self._furthest(lambda sizes, r=reached: all(b.fits(sizes) for b in r))  # type: ignore[misc]
-        return None
+        if end is None:
+            return None
+        picked = self._quietly(end)
+        if self._fits(picked.offer.schedule, end):
+            return picked
+        # What is lowest at the end need not be lowest here. How far the two reach is as far as a plan is known to.
+        reached = [self._reach(picked.offer.schedule)]
+        if self.request.budget is not None:
+            problem, storages = self._at(self.base)
+            reached.append(self._reach(Planner(problem, storages).lowest.schedule))
+        known = [sizes for sizes in reached if sizes is not None]
+        if not known:
+            return None
+        furthest = max(known, key=lambda sizes: [sizes.values[symbol] for symbol in self.open])
+        picked = self._quietly(furthest)
+        return picked if self._fits(picked.offer.schedule, furthest) else None
+
+    def _fits(self, schedule: Schedule, sizes: Sizes) -> bool:
+        return all(bounded.fits(sizes) for bounded in self._bounded(schedule))
+
+    def _reach(self, schedule: Schedule) -> Sizes | None:
+        """The largest sizes at which a schedule keeps within the limits; None if it does not here."""
+        bounded = self._bounded(schedule)
+        return self._furthest(lambda sizes: all(b.fits(sizes) for b in bounded))
 
     def _quietly(self, sizes: Sizes) -> Picked:
         """The best plan at other sizes, the lowest if none fits there: it may fit at smaller ones."""

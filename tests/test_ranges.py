@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dynamic_programs import PROGRAMS, batch, train, unmarked
+from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
 from remat.passes.expressions import evaluate
 from torch import nn
 
@@ -216,3 +217,24 @@ def test_plan_of_the_format_before_is_still_read(stored: Path) -> None:
     plan = remat.Plan.load(stored)
     text = plan.to_json().replace('"format": 3', '"format": 2')
     assert remat.Plan.from_json(text) == plan
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def assert_stream_is_right(name: str, inner: str, num_batches: int, longest: int, budget: int | None = None) -> None:
+    stream = run_stream(name, inner, num_batches, longest, budget)
+    assert stream.num_different == 0, "gradients are not eager's"
+    assert stream.num_exceeding == 0, f"a peak is {stream.worst_part_of_budget:.3f} of the budget"
+    assert stream.num_compilations <= MAX_COMPILATIONS
+
+
+def test_llama_on_batches_of_changing_lengths() -> None:
+    assert_stream_is_right("llama", "aot_eager", num_batches=5, longest=48, budget=1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_batches_of_changing_lengths(name: str, inner: str) -> None:
+    assert_stream_is_right(name, inner, num_batches=200, longest=1024)
