@@ -3,17 +3,20 @@
     ports           a stand-in for what leaves a region, which the outside reads (region_tag: what nodes say of regions)
     joint_graph     who computes what, on which side it may run, what backward needs
     constraints     what may be saved, what may be recomputed, and why not
+    symbols         a number for every size that is a symbol, and bytes as polynomials of them
     cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
     choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan)
                     with budgets: budget plans for the graph's, region_budget for those of regions (shares: what they
                     bound, share_planner: how they are met)
+                    with symbols: ranges plans for a range of sizes (peaks: the peak as an expression, unknown_sizes:
+                    what no budget is planned with), validity says for which sizes a plan holds
     schedule        the order of backward, each recomputation just before its first reader
     extract         forward and backward as graphs; rng replays random ops
     verify          plans and graphs checked against the rules, always
     offload         saved values that wait in host memory, or in a file (disk: the file, disk_op: the op that fills it)
     partition       the pipeline above, on one screen
 
-Shared by all: op_facts (what is known of operators), policy, name_op, source (where a node comes from), errors,
-fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators, `torch.compile` or
-global settings.
+Shared by all: op_facts (what is known of operators), expressions (of sizes, as text), policy, name_op, source (where a
+node comes from), errors, fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators,
+`torch.compile` or global settings.
 """

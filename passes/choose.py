@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.fx as fx
 
@@ -12,8 +13,9 @@ from .budget import Budget, Offer, Planner
 from .constraints import Reason, base_is_viewed
 from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
-from .joint_graph import JointGraph, Role, describe_graph
+from .joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .offload import is_offloaded
+from .peaks import peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
 from .region_budget import choose_within_shares
 from .region_tag import region_fields
@@ -21,9 +23,26 @@ from .schedule import Schedule
 from .shares import Shares
 from .simulate import Simulation
 from .storage import Storages
+from .symbols import Sizes, describe
 
 NUM_ALIVE = 20
 """How many of the values alive at the peak a plan lists."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picked:
+    """The schedule that is taken, and what it was made to keep within."""
+
+    offer: Offer
+    budget_bytes: int | None = None
+    without_recompute_bytes: int | None = None
+    shares: tuple[RegionShare, ...] = ()
+
+    def shares_in(self, graph: JointGraph, simulation: Simulation) -> tuple[RegionShare, ...]:
+        """What the regions with a budget take in another simulation of the same schedule."""
+        peaks = Shares.find(graph).peaks(simulation) if self.shares else ()
+        rows = zip(self.shares, peaks, strict=True)
+        return tuple(replace(share, predicted_bytes=peak.num_bytes) for share, peak in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,61 +51,51 @@ class Chosen:
 
     plan: Plan
     schedule: Schedule
+    guards: tuple[Any, ...] = ()
+    """Conditions on sizes, in sympy's form, outside of which one has to plan again."""
 
 
 def choose_plan(
     problem: FlowProblem, storages: Storages, budget: Budget | None, key: str, *, take_minimum: bool = False
 ) -> Chosen:
-    """Pick the fastest plan that keeps within the budgets of the graph and of its regions."""
+    """Pick the fastest plan that keeps within the budgets of the graph and of its regions, and write it down."""
+    return write_plan(problem, storages, pick(problem, storages, budget, take_minimum=take_minimum), key)
+
+
+def pick(problem: FlowProblem, storages: Storages, budget: Budget | None, *, take_minimum: bool = False) -> Picked:
+    """Pick the fastest schedule found that keeps within the budgets of the graph and of its regions."""
     shares = Shares.find(problem.graph)
     if shares.budgets:
         found = choose_within_shares(problem, storages, shares, budget, take_minimum=take_minimum)
-        return write_plan(
-            problem,
-            storages,
-            found.offer,
-            key,
-            budget_bytes=found.budget_bytes,
-            without_recompute_bytes=found.without_recompute_bytes,
-            shares=found.shares,
-        )
+        return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares)
     planner = Planner(problem, storages)
     if budget is None:
-        return write_plan(problem, storages, planner.fastest, key)
+        return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
     offer = planner.within_safely(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
-    without = planner.without_recompute.peak_bytes
-    return write_plan(problem, storages, offer, key, budget_bytes=budget_bytes, without_recompute_bytes=without)
+    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes)
 
 
-def write_plan(
-    problem: FlowProblem,
-    storages: Storages,
-    offer: Offer,
-    key: str,
-    *,
-    budget_bytes: int | None = None,
-    without_recompute_bytes: int | None = None,
-    shares: tuple[RegionShare, ...] = (),
-) -> Chosen:
+def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: str) -> Chosen:
     """Write down what a schedule does with every value."""
-    graph = problem.graph
+    graph, offer, sizes = problem.graph, picked.offer, storages.sizes
     plan = Plan(
-        decisions=decisions_of(problem, offer.schedule),
+        decisions=decisions_of(problem, offer.schedule, sizes),
         order=tuple(graph.nodes[i].name for i in offer.schedule.events),
         phases=offer.schedule.phases,
-        peak=_peak(graph, offer.simulation, fuses=any(storages.is_fused)),
-        budget_bytes=budget_bytes,
-        peak_without_recompute_bytes=without_recompute_bytes,
+        peak=_peak(graph, offer.simulation, sizes, fuses=any(storages.is_fused)),
+        budget_bytes=picked.budget_bytes,
+        peak_without_recompute_bytes=picked.without_recompute_bytes,
         planner=offer.planner,
         graph=describe_graph(graph),
         key=key,
-        shares=shares,
+        shares=picked.shares,
+        symbols=describe(sizes),
     )
     return Chosen(plan, offer.schedule)
 
 
-def _peak(graph: JointGraph, simulation: Simulation, *, fuses: bool) -> PredictedPeak:
+def _peak(graph: JointGraph, simulation: Simulation, sizes: Sizes, *, fuses: bool) -> PredictedPeak:
     executor = "inductor" if fuses else "node by node"
     if not simulation.order:
         return PredictedPeak(0, "", in_forward=True, source="", alive=(), executor=executor)
@@ -100,15 +109,27 @@ def _peak(graph: JointGraph, simulation: Simulation, *, fuses: bool) -> Predicte
         source=source_line(node.stack_trace or ""),
         alive=tuple((graph.nodes[memory.node].name, memory.num_bytes) for memory in alive),
         executor=executor,
+        expression=peak_terms(simulation, sizes).text() if sizes.symbols else "",
     )
 
 
-def decisions_of(problem: FlowProblem, schedule: Schedule) -> tuple[Decision, ...]:
+def decisions_of(problem: FlowProblem, schedule: Schedule, sizes: Sizes) -> tuple[Decision, ...]:
     """Say for every value that backward uses what a schedule does with it, and why, in graph order."""
     repeats = Counter(schedule.events)
     received = _received_values(problem, schedule)
-    rows = ((v, i) for v, i in enumerate(problem.bases) if v in received or repeats[i])
-    return tuple(_decision(problem, v, v in received, repeats) for v, i in rows)
+    rows = [(v, i) for v, i in enumerate(problem.bases) if v in received or repeats[i]]
+    expressions = _byte_expressions(problem.graph, [i for _, i in rows], sizes)
+    return tuple([_decision(problem, v, v in received, repeats, expressions) for v, _ in rows])
+
+
+def _byte_expressions(graph: JointGraph, positions: Sequence[int], sizes: Sizes) -> dict[int, str]:
+    """The bytes of nodes' results in terms of symbols, for those that depend on any."""
+    if not sizes.symbols:
+        return {}
+    tensors = ((i, tensor_of(graph.nodes[i])) for i in positions)
+    numbers = {i: sizes.size_number(tensor) for i, tensor in tensors if tensor is not None}
+    texts = {number: terms_text(sizes.table[number]) for number in dict.fromkeys(numbers.values())}
+    return {i: texts[number] for i, number in numbers.items()}
 
 
 def _received_values(problem: FlowProblem, schedule: Schedule) -> Collection[int]:
@@ -116,7 +137,9 @@ def _received_values(problem: FlowProblem, schedule: Schedule) -> Collection[int
     return {problem.value_of[i] for i in schedule.received if i in problem.value_of}
 
 
-def _decision(problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int, int]) -> Decision:
+def _decision(
+    problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int, int], expressions: Mapping[int, str]
+) -> Decision:
     i = problem.bases[v]
     node, costs = problem.graph.nodes[i], problem.costs
     return Decision(
@@ -125,6 +148,7 @@ def _decision(problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int
         action=_action(node, is_saved),
         reason=_reason(problem, v, is_saved),
         num_bytes=costs.num_bytes[i],
+        expression=expressions.get(i, ""),
         save_seconds=costs.save_ticks[i] / TICKS_PER_SECOND,
         recompute_seconds=costs.recompute_ticks[i] / TICKS_PER_SECOND,
         num_recomputes=repeats[i],

@@ -23,8 +23,9 @@ from torch.utils.flop_counter import flop_registry
 from .errors import OptionError, RematError
 from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
-from .op_call import OpCall, TensorSpec, call_of, hint_of
+from .op_call import OpCall, TensorSpec, call_of
 from .op_facts import Kind
+from .symbols import Sizes
 from .torch_private import without_modes
 
 LONGEST_SECONDS = 1e9
@@ -103,9 +104,9 @@ class Costs:
     """What each further recomputation adds."""
 
 
-def price(graph: JointGraph, model: CostModel) -> Costs:
-    """Price every forward-side value of a graph."""
-    asked = _Asked(model)
+def price(graph: JointGraph, model: CostModel, sizes: Sizes | None = None) -> Costs:
+    """Price every forward-side value of a graph, at given sizes or at those of the example."""
+    asked = _Asked(model, Sizes.find(graph.nodes) if sizes is None else sizes)
     rows = [_price_node(node, role, asked) for node, role in zip(graph.nodes, graph.roles, strict=True)]
     return Costs(*zip(*rows, strict=True)) if rows else Costs((), (), (), ())
 
@@ -113,12 +114,12 @@ def price(graph: JointGraph, model: CostModel) -> Costs:
 class _Asked:
     """A cost model that remembers its answers."""
 
-    def __init__(self, model: CostModel) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, sizes: Sizes) -> None:
+        self.model, self.sizes = model, sizes
         self.known: dict[OpCall, float] = {}
 
     def recompute_seconds(self, node: fx.Node) -> float:
-        call = call_of(node)
+        call = call_of(node, self.sizes)
         if call not in self.known:
             self.known[call] = _checked(self.model.recompute_seconds(call), call)
         return self.known[call]
@@ -140,7 +141,7 @@ def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int
     num_bytes = save_ticks = run_ticks = 0
     tensor = tensor_of(node)
     if tensor is not None:
-        num_bytes = hint_of(tensor.numel()) * tensor.element_size()
+        num_bytes = asked.sizes.bytes_of(tensor)
         save_ticks = max(1, ticks(asked.model.save_seconds(num_bytes, tensor.device.type)))
     if node.op == "call_function":
         run_ticks = ticks(asked.recompute_seconds(node))

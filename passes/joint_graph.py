@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from .torch_private import (
     PhiloxForwardBaseOffsetAOTInput,
     PhiloxForwardSeedAOTInput,
     TangentAOTInput,
+    expression_of,
 )
 
 PARTITIONER_TAG = "partitioner_tag"
@@ -396,4 +398,14 @@ def describe_value(value: object) -> str:
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is None or shape is None:
         return type(value).__name__
-    return f"{str(dtype).removeprefix('torch.')}{[str(s) for s in shape]}".replace("'", "")
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join([size_text(s) for s in shape])}]"
+
+
+def size_text(size: int | torch.SymInt) -> str:
+    """A size as text; writing out a symbolic one is slow, and there are few distinct ones in a graph."""
+    return _text_of(expression_of(size)) if isinstance(size, torch.SymInt) else str(size)
+
+
+@lru_cache(maxsize=4096)
+def _text_of(expression: object) -> str:
+    return str(expression)

@@ -6,10 +6,10 @@ layers has some dozens of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -79,23 +79,45 @@ class OpCall:
         return "cpu"
 
 
-def call_of(node: fx.Node) -> OpCall:
-    """Describe the call that a node makes."""
+class SizesLike(Protocol):
+    """Says what number a size stands for."""
+
+    def of(self, size: int | torch.SymInt) -> int:
+        """The number that a size stands for."""
+
+    def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor."""
+
+
+class _Examples:
+    """Sizes of the example that a graph was traced with."""
+
+    def of(self, size: int | torch.SymInt) -> int:
+        return hint_of(size)
+
+    def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
+        return spec_of(tensor)
+
+
+_EXAMPLES = _Examples()
+
+
+def call_of(node: fx.Node, sizes: SizesLike | None = None) -> OpCall:
+    """Describe the call that a node makes, at given sizes or at those of the example."""
+    sizes = _EXAMPLES if sizes is None else sizes
     return OpCall(
         target=node.target,
-        args=tuple([_described(a) for a in node.args]),
-        kwargs=tuple([(k, _described(v)) for k, v in node.kwargs.items()]) if node.kwargs else (),
-        outputs=tuple(_specs_in(_spec_of_value(node.meta.get("val")))),
+        args=tuple([_described(a, sizes) for a in node.args]),
+        kwargs=tuple([(k, _described(v, sizes)) for k, v in node.kwargs.items()]) if node.kwargs else (),
+        outputs=tuple(_specs_in(_spec_of_value(node.meta.get("val"), sizes))),
     )
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
+def spec_of(tensor: torch.Tensor, size_of: Callable[[int | torch.SymInt], int] | None = None) -> TensorSpec:
     """Describe a tensor, without guarding on its symbolic sizes."""
-    if tensor.layout is torch.strided:
-        stride = _hints(tensor.stride())
-    else:
-        stride = ()
-    return TensorSpec(_hints(tensor.shape), stride, tensor.dtype, tensor.device.type)
+    size_of = hint_of if size_of is None else size_of
+    stride = _numbers(tensor.stride(), size_of) if tensor.layout is torch.strided else ()
+    return TensorSpec(_numbers(tensor.shape, size_of), stride, tensor.dtype, tensor.device.type)
 
 
 def hint_of(size: int | torch.SymInt) -> int:
@@ -106,34 +128,34 @@ def hint_of(size: int | torch.SymInt) -> int:
     return UNBACKED_SIZE if hint is None else hint
 
 
-def _hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    return tuple([s if type(s) is int else hint_of(s) for s in sizes])
+def _numbers(sizes: Sequence[int | torch.SymInt], size_of: Callable[[int | torch.SymInt], int]) -> tuple[int, ...]:
+    return tuple([s if type(s) is int else size_of(s) for s in sizes])
 
 
-def _spec_of_value(value: Any) -> Any:
+def _spec_of_value(value: Any, sizes: SizesLike) -> Any:
     if isinstance(value, torch.Tensor):
-        return spec_of(value)
+        return sizes.spec_of(value)
     if isinstance(value, (list, tuple)):
-        return tuple([_spec_of_value(v) for v in value])
+        return tuple([_spec_of_value(v, sizes) for v in value])
     return None
 
 
-def _described(arg: Any) -> Any:
+def _described(arg: Any, sizes: SizesLike) -> Any:
     if isinstance(arg, fx.Node):
         value = arg.meta.get("val")
         if isinstance(value, torch.Tensor):
-            return spec_of(value)
+            return sizes.spec_of(value)
         if isinstance(value, torch.SymInt):
-            return hint_of(value)
+            return sizes.of(value)
         if isinstance(value, (list, tuple)) and arg.op == "call_function":
-            return _spec_of_value(value)
+            return _spec_of_value(value, sizes)
         return arg.op
     if isinstance(arg, (list, tuple)):
-        return tuple([_described(a) for a in arg])
+        return tuple([_described(a, sizes) for a in arg])
     if isinstance(arg, slice):
         return repr(arg)
     if isinstance(arg, dict):
-        return tuple([(k, _described(v)) for k, v in arg.items()])
+        return tuple([(k, _described(v, sizes)) for k, v in arg.items()])
     return arg
 
 

@@ -17,8 +17,12 @@ from .joint_graph import JointGraph
 from .offload import offload_values
 from .plan import Plan
 from .ports import close_ports, open_ports
+from .ranges import byte_limits, choose_for_range
+from .shares import Shares
 from .storage import Storages, find_storages
 from .stored import apply_plan
+from .symbols import Sizes
+from .unknown_sizes import require_known
 from .verify import verify_extracted, verify_schedule
 
 
@@ -39,6 +43,8 @@ class Request:
     budget: Budget | None = None
     fuses: bool = False
     """What will run the graphs fuses ops."""
+    unbacked_hint: int | None = None
+    """What a size stands for that only the data tells, where nothing bounds it."""
     take_minimum: bool = False
     """Where a region's budget cannot be met, warn and take the lowest plan instead of raising an error."""
     stored: Sequence[Plan] = ()
@@ -67,8 +73,9 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)
-    costs = price(graph, request.cost_model)
-    storages = find_storages(graph, fuses=request.fuses)
+    sizes = Sizes.find(graph.nodes, request.unbacked_hint)
+    costs = price(graph, request.cost_model, sizes)
+    storages = find_storages(graph, fuses=request.fuses, sizes=sizes)
     return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
 
 
@@ -77,6 +84,13 @@ def choose(prepared: Prepared, request: Request) -> Chosen:
     if request.stored:
         return apply_plan(prepared.problem, request.stored)
     problem, storages = prepared.problem, prepared.storages
+    shares = Shares.find(problem.graph)
+    if request.budget is not None or shares.budgets:
+        text = request.budget.text if request.budget is not None else shares.budgets[0].text
+        require_known(problem.graph, storages.sizes, text)
+    limits = byte_limits(shares, request.budget)
+    if limits and storages.sizes.backed:
+        return choose_for_range(prepared, request, limits)
     return choose_plan(problem, storages, request.budget, request.key, take_minimum=request.take_minimum)
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from .constraints import Reason
+from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
+from .symbols import SizeSymbol
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON form; a reader refuses what it does not know."""
+
+READABLE = (2, FORMAT)
+"""Format 2 had nothing to say of sizes that are symbols."""
 
 
 class Action(Enum):
@@ -50,6 +56,8 @@ class Decision:
     """What the region's policy answered, `MUST_SAVE`; empty outside regions."""
     name: str = ""
     """What `remat.name` called the value; empty for most."""
+    expression: str = ""
+    """Its bytes in terms of the plan's symbols; empty if they are the same at all sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,8 @@ class PredictedPeak:
     """The largest values alive there, with their bytes."""
     executor: str
     """For whom: "inductor" fuses ops, "node by node" does not."""
+    expression: str = ""
+    """The bytes in terms of the plan's symbols; empty if no size is a symbol, or if it cannot be written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,20 @@ class RegionShare:
     path: str
     budget_bytes: int
     predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolRange:
+    """Values of one symbol for which something about a plan holds, the other symbols being what they were."""
+
+    symbol: str
+    meaning: str
+    """"budget": the peak is within the budget. "best": the same decisions would be made."""
+    low: int
+    high: int | None
+    """None if there is no end."""
+    is_proved: bool
+    """Known for every value; if not, some values were looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +123,12 @@ class Plan:
     """Options and versions under which it was made."""
     shares: tuple[RegionShare, ...] = ()
     """The regions that have a budget of their own, in graph order."""
+    symbols: tuple[SizeSymbol, ...] = ()
+    """The symbols in the sizes of its tensors, and what they stood for."""
+    ranges: tuple[SymbolRange, ...] = ()
+    """For which sizes its budget holds, and for which its decisions are the best found."""
+    guards: tuple[str, ...] = ()
+    """Conditions on sizes; where one of them does not hold, the graph is compiled and planned anew."""
 
     @property
     def num_nodes(self) -> int:
@@ -144,6 +174,10 @@ class Plan:
             raise ValueError(f"this is a report of {len(plans)} graphs; a plan is for one")
         return plans[0]
 
+    def at(self, sizes: Mapping[str, int]) -> Plan:
+        """The plan with bytes and peak as they are at other sizes, by the names of its symbols."""
+        return plan_at(self, sizes)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there already is replaced as a whole."""
         target = Path(path)
@@ -163,6 +197,7 @@ class Plan:
         """A dozen lines for a terminal: totals, the peak, then the largest saved values."""
         largest = sorted(self.saved, key=lambda d: -d.num_bytes)[:top]
         where = f"{'forward' if self.peak.in_forward else 'backward'}, {self.peak.node}  {self.peak.source}".rstrip()
+        where = where if self.peak.node else f"at {sizes_text(self)}"  # at other sizes another op may set it
         lines = [
             f"joint graph of {self.num_nodes} nodes: backward needs {len(self.decisions)} forward values",
             f"  saved       {len(self.saved):6}  {mebibytes(self.saved_bytes)}",
@@ -177,6 +212,7 @@ class Plan:
             f"{share.path}"
             for share in self.shares
         ]
+        lines += [f"  {title:18}  {text}" for title, text in size_lines(self)]
         if self.offloaded:
             num_bytes = sum(d.num_bytes for d in self.offloaded)
             lines.append(f"  offloaded   {len(self.offloaded):6}  {mebibytes(num_bytes)}")
@@ -210,7 +246,7 @@ def plans_from_json(text: str) -> tuple[Plan, ...]:
 
 
 def _checked_plan(data: dict[str, Any]) -> Plan:
-    if data.get("format") != FORMAT:
+    if data.get("format") not in READABLE:
         raise ValueError(f"this plan has format {data.get('format')!r}; this version of remat reads format {FORMAT}")
     try:
         return _plan_from_dict({name: value for name, value in data.items() if name != "format"})
@@ -249,6 +285,9 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             "graph": tuple(data["graph"]),
             "peak": PredictedPeak(**peak),
             "shares": tuple(RegionShare(**share) for share in data.get("shares", ())),
+            "symbols": tuple(SizeSymbol(**symbol) for symbol in data.get("symbols", ())),
+            "ranges": tuple(SymbolRange(**found) for found in data.get("ranges", ())),
+            "guards": tuple(str(guard) for guard in data.get("guards", ())),
         }
     )
 

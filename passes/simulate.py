@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from .joint_graph import JointGraph
 from .schedule import Schedule
-from .storage import Storages, bytes_of
+from .storage import Storages, size_of
+from .symbols import terms_of
 
 GENERATOR_STATE_BYTES = 5056
 """What the state of a CPU generator takes; that of an accelerator takes less."""
@@ -34,6 +36,8 @@ class Memory:
     """The moment at which it is allocated: an index into forward's order followed by backward's."""
     last: int
     """The moment after which it is free."""
+    size: int
+    """Its bytes again, or where sizes are symbols the position of those in their table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +146,7 @@ class _Run:
         self.held: list[tuple[int, ...]] = []
         """Per moment, the memory that its result keeps alive."""
         self.num_bytes: list[int] = []
+        self.sizes: list[int] = []
         self.first: list[int] = []
         self.last: list[int] = []
 
@@ -157,9 +162,15 @@ class _Run:
 
     def _copies(self) -> list[Memory]:
         """Copies of inputs and of generators' states that forward keeps: counted all along, small as they are."""
-        sizes = [(i, bytes_of(self.graph.nodes[i].meta.get("val"))) for i in sorted(self.schedule.copied)]
-        sizes += [(i, GENERATOR_STATE_BYTES) for i in sorted(self.schedule.replayed)]
-        return [Memory(i, num_bytes, 0, len(self.order) - 1) for i, num_bytes in sizes]
+        sizes, last = self.storages.sizes, len(self.order) - 1
+        found = []
+        for i in sorted(self.schedule.copied):
+            value = self.graph.nodes[i].meta.get("val")
+            num_bytes = sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
+            found.append(Memory(i, num_bytes, 0, last, size_of(value, sizes)))
+        state = sizes.number_of(terms_of(GENERATOR_STATE_BYTES)) if sizes.symbols else GENERATOR_STATE_BYTES
+        found += [Memory(i, GENERATOR_STATE_BYTES, 0, last, state) for i in sorted(self.schedule.replayed)]
+        return found
 
     def _result(self, moment: int, i: int) -> tuple[int, ...]:
         """The memory that a node's result is in; new memory is allocated."""
@@ -170,14 +181,16 @@ class _Run:
             return whole if part < 0 or len(whole) <= 1 else whole[part : part + 1]
         if self.has_memory is not None and self._has_none(moment, i):
             return tuple(dict.fromkeys(m for source in self.reads[moment] for m in self.held[source]))
-        return tuple([self._allocate(moment, num_bytes) for num_bytes in self.storages.own_bytes[i]])
+        own = zip(self.storages.own_bytes[i], self.storages.own_sizes[i], strict=True)
+        return tuple([self._allocate(moment, num_bytes, size) for num_bytes, size in own])
 
     def _has_none(self, moment: int, i: int) -> bool:
         assert self.has_memory is not None
         return self.storages.is_deferred[i] or (self.storages.is_inlined[i] and not self.has_memory[moment])
 
-    def _allocate(self, moment: int, num_bytes: int) -> int:
+    def _allocate(self, moment: int, num_bytes: int, size: int) -> int:
         self.num_bytes.append(num_bytes)
+        self.sizes.append(size)
         self.first.append(moment)
         self.last.append(moment)
         return len(self.last) - 1
@@ -188,7 +201,7 @@ class _Run:
         for moment, is_gradient in ends.items():
             for memory in self.held[moment]:
                 if is_gradient and self.first[memory] >= num_forward:
-                    self.num_bytes[memory] = 0
+                    self.num_bytes[memory] = self.sizes[memory] = 0
                 else:
                     self.last[memory] = len(self.order) - 1
 
@@ -204,10 +217,11 @@ class _Run:
         for change in changes[:-1]:
             total += change
             live.append(total)
+        has_symbols = bool(self.storages.sizes.symbols)  # then what is empty now need not be at other sizes
         memory = tuple(
-            Memory(self.order[first], num_bytes, first, last)
-            for num_bytes, first, last in zip(self.num_bytes, self.first, self.last, strict=True)
-            if num_bytes
+            Memory(self.order[first], num_bytes, first, last, size)
+            for num_bytes, first, last, size in zip(self.num_bytes, self.first, self.last, self.sizes, strict=True)
+            if num_bytes or (has_symbols and size)
         )
         return Simulation(self.order, len(self.schedule.forward), tuple(live), (*copies, *memory))
 
@@ -217,6 +231,9 @@ class _Run:
             if not num_bytes or not self.storages.is_fused[self.order[moment]]:
                 continue
             for source in dict.fromkeys(m for s in self.reads[moment] for m in self.held[s]):
-                if self.last[source] == moment and self.num_bytes[source] == num_bytes and source != memory:
+                if self.last[source] != moment or source == memory:
+                    continue
+                # Of a compiler that does not know the sizes, only what is equal at all of them is written over.
+                if self.num_bytes[source] == num_bytes and self.sizes[source] == self.sizes[memory]:
                     self.last[source] = moment - 1
                     break

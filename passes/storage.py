@@ -17,8 +17,8 @@ import torch.fx as fx
 
 from .constraints import base_is_viewed
 from .joint_graph import JointGraph, Role
-from .op_call import hint_of
 from .op_facts import Kind
+from .symbols import Sizes
 
 FUSED_KINDS = frozenset(
     {Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL, Kind.GATHER, Kind.REDUCTION, Kind.FREE}
@@ -35,6 +35,10 @@ class Storages:
 
     own_bytes: tuple[tuple[int, ...], ...]
     """Memory that running the node allocates: one size per tensor it returns, none for a view."""
+    own_sizes: tuple[tuple[int, ...], ...]
+    """The same as `own_bytes` where sizes are numbers; where they are symbols, positions in the table of `sizes`:
+    what is equal here is equal whatever the symbols stand for."""
+    sizes: Sizes
     base: tuple[int, ...]
     """The node whose memory a view shares; -1 for a node with memory of its own."""
     part: tuple[int, ...]
@@ -47,15 +51,18 @@ class Storages:
     """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
 
 
-def find_storages(graph: JointGraph, *, fuses: bool) -> Storages:
+def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None) -> Storages:
     """Find the memory of every node's result, as an executor that fuses or does not would give it."""
+    sizes = Sizes.find(graph.nodes) if sizes is None else sizes
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
-    own_bytes = [() if base >= 0 else _own_bytes(graph, i) for i, (base, _) in enumerate(shared)]
+    own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes) for i, (base, _) in enumerate(shared)])
     kinds = [None if op is None or not fuses else op.kind for op in graph.facts]
     deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
     products = {graph.resolve(product) for product in deferred if product is not None}
     return Storages(
-        own_bytes=tuple(own_bytes),
+        own_bytes=_as_bytes(own_sizes, sizes) if sizes.symbols else own_sizes,
+        own_sizes=own_sizes,
+        sizes=sizes,
         base=tuple(base for base, _ in shared),
         part=tuple(part for _, part in shared),
         is_fused=tuple(kind in FUSED_KINDS and deferred[i] is None for i, kind in enumerate(kinds)),
@@ -88,19 +95,23 @@ def _shared(graph: JointGraph, i: int) -> tuple[int, int]:
     return -1, -1
 
 
-def _own_bytes(graph: JointGraph, i: int) -> tuple[int, ...]:
+def _own_sizes(graph: JointGraph, i: int, sizes: Sizes) -> tuple[int, ...]:
     if graph.roles[i] in (Role.INPUT, Role.BACKWARD_INPUT, Role.CONSTANT, Role.DEAD):
         return ()
-    return tuple(bytes_of(leaf) for leaf in _tensors(graph.nodes[i].meta.get("val")))
+    return tuple([size_of(leaf, sizes) for leaf in _tensors(graph.nodes[i].meta.get("val"))])
+
+
+def _as_bytes(own_sizes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    values = [sizes.value_of_terms(terms) for terms in sizes.table]
+    return tuple([tuple([values[size] for size in own]) for own in own_sizes])
 
 
 def _tensors(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def bytes_of(value: Any) -> int:
-    """Bytes of a tensor's elements; 0 for what is no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return 0
-    num_bytes: int = hint_of(value.numel()) * value.element_size()
-    return num_bytes
+def size_of(value: Any, sizes: Sizes) -> int:
+    """Bytes of a tensor's elements, or where there are symbols the position of those in the table of sizes."""
+    if not sizes.symbols:
+        return sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
+    return sizes.size_number(value) if isinstance(value, torch.Tensor) else 0

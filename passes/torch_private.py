@@ -677,3 +677,68 @@ def traced_node_of(tensor: torch.Tensor) -> fx.Node | None:
         tensor = torch._from_functional_tensor(tensor.elem)
     slot: Any = get_proxy_slot(tensor, tracer(), None)
     return None if slot is None else slot.proxy.node
+
+
+# -------------------------------------------------------------------------------------------------- dynamic shapes
+
+
+def shape_env_of(size: torch.SymInt) -> Any:
+    """The environment that knows what is known of a size's symbols."""
+    return size.node.shape_env
+
+
+def expression_of(size: torch.SymInt) -> sympy.Expr:
+    """A symbolic size as an expression of the symbols that are still open."""
+    return size.node.expr
+
+
+def example_values(shape_env: Any) -> dict[sympy.Symbol, int]:
+    """The sizes that the graph was traced with, for symbols that have one."""
+    return {symbol: int(value) for symbol, value in shape_env.backed_var_to_val.items()}
+
+
+def symbol_bounds(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
+    """The least and the largest value that a symbol can have; None where nothing is known."""
+    found = shape_env.var_to_range.get(symbol)
+    if found is None:
+        return None, None
+    lower, upper = found.lower, found.upper
+    low = int(lower) if lower.is_Integer else None
+    # "As large as a number can be" says nothing.
+    high = int(upper) if upper.is_Integer and upper < 2**62 else None
+    return low, high
+
+
+def known_upper_bounds(shape_env: Any, symbol: sympy.Symbol) -> list[sympy.Expr]:
+    """Expressions that a symbol is asserted not to exceed, such as `u0 <= s0`."""
+    asserted = shape_env.deferred_runtime_asserts.get(symbol, ())
+    relations = [known.expr for known in asserted if known.expr.is_Relational]
+    return [r.gts for r in relations if hasattr(r, "lts") and r.lts == symbol and symbol not in r.gts.free_symbols]
+
+
+def guards_of(shape_env: Any) -> list[sympy.Basic]:
+    """What the traced graph takes for granted of its sizes."""
+    return [guard.expr for guard in shape_env.guards]
+
+
+def add_guard(shape_env: Any, condition: sympy.Basic) -> bool:
+    """Take a condition on sizes for granted: who compiled the graph compiles anew where it does not hold."""
+    return bool(shape_env.evaluate_expr(condition))
+
+
+def fixed_ranges(shape_env: Any) -> frozenset[sympy.Symbol]:
+    """Symbols for which the user has asked for one graph over a stated range, which a guard must not narrow."""
+    from torch._guards import TracingContext
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    context = TracingContext.try_get()
+    if context is None:
+        return frozenset()
+    found = set()
+    contexts: Any = context.tensor_to_context
+    for traced in contexts.values():
+        for dim, constraint in enumerate(getattr(traced, "constraint_sizes", ())):
+            if isinstance(constraint, StrictMinMaxConstraint):
+                symbol = shape_env.source_to_var.get(f"{traced.tensor_source.name}.size()[{dim}]")
+                found.add(symbol)
+    return frozenset(symbol for symbol in found if symbol is not None)

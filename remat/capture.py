@@ -37,7 +37,13 @@ class Captured:
 
 
 def capture(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], visit: Visit, *, fuses: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    visit: Visit,
+    *,
+    fuses: bool,
+    dynamic: bool | None = False,
 ) -> Captured:
     """Hand every joint graph of a function to `visit`, traced as `backend="remat"` traces it for these inputs.
 
@@ -49,7 +55,7 @@ def capture(
     backend = _Backend(visit, fuses)
     try:
         # Sizes seen while tracing for a plan must not turn dynamic when the model is compiled for another batch later.
-        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args, **kwargs)
     except Exception as error:
         if _has_cause(error, _Stop):
             return backend.captured("")
@@ -58,15 +64,20 @@ def capture(
             raise _own_error(error) from error
     else:
         return backend.captured("")  # a function without a single tensor op has no graph to stop in
-    return _capture_broken(function, args, kwargs, _Backend(visit, fuses, runs=True), reason)
+    return _capture_broken(function, args, kwargs, _Backend(visit, fuses, runs=True), reason, dynamic)
 
 
 def _capture_broken(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: _Backend, reason: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: _Backend,
+    reason: str,
+    dynamic: bool | None,
 ) -> Captured:
     try:
         with _state_put_back(function):
-            torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
+            torch.compile(function, backend=backend, dynamic=dynamic)(*args, **kwargs)
     except Exception as error:
         raise _own_error(error) from error
     return backend.captured(reason)

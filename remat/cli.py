@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,10 @@ def _add_explain(commands: Any) -> None:
     parser = _add_command(commands, "explain", _explain, text, f"{MODEL_HELP}\n\n{EXPLAIN_EXAMPLES}")
     _add_model(parser)
     parser.add_argument("--memory-budget", metavar="SIZE", help="bound on the activation peak: 2GiB, 500MB, 35%%")
+    parser.add_argument("--dynamic", action="store_true", help="take the sizes of inputs for symbols")
+    parser.add_argument(
+        "--unbacked-hint", type=int, metavar="SIZE", help="how large sizes get that only the data tells"
+    )
     parser.add_argument("--pareto", action="store_true", help="also compute the frontier, for the page")
     parser.add_argument("--why", metavar="VALUE", help="say why one value, by node or by remat.name, got its decision")
     _add_output(parser, "write the report: .html, .json, .txt, .svg or .dot")
@@ -132,11 +136,19 @@ def _add_show(commands: Any) -> None:
         _show,
         "print a plan or report that was stored as JSON, or turn a report into another form",
         "examples:\n  remat show plans/rank0-graph000-4711.json\n  remat show report.json -o report.html\n"
-        "  remat show report.json --why attn_out\n  remat show report.json --full | less",
+        "  remat show report.json --why attn_out\n  remat show report.json --full | less\n"
+        "  remat show plan.json --set s1=8192",
     )
     parser.add_argument("file", help="a file that `dump`, Plan.save or Report.save wrote")
     parser.add_argument("--why", metavar="VALUE", help="say why one value got its decision (reports only)")
     parser.add_argument("--full", action="store_true", help="every graph line by line (reports only)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SYMBOL=SIZE",
+        help="show bytes and peak at another size of a plan with dynamic shapes; may be repeated",
+    )
     _add_output(parser, "write the report in another form: .html, .json, .txt, .svg or .dot")
 
 
@@ -172,10 +184,12 @@ def _explain(asked: argparse.Namespace) -> int:
     from .spec import load_model, make_inputs, placed
 
     options = {"inner": asked.inner, "cost_model": asked.cost_model}
+    sizes = {"unbacked_hint": asked.unbacked_hint, "dynamic": asked.dynamic}
     with placed(asked.device) as device:
         model = load_model(asked.model, device, is_function=asked.function)
         args, kwargs = make_inputs(asked.input, device)
-        report = explain(model, *args, memory_budget=_budget(asked.memory_budget), progress=True, **options, **kwargs)
+        budget = _budget(asked.memory_budget)
+        report = explain(model, *args, memory_budget=budget, progress=True, **options, **sizes, **kwargs)
         if asked.pareto:
             report = replace(report, pareto=pareto(model, *args, progress=True, **options, **kwargs))
     return _hand_over(report, asked, report.why(asked.why) if asked.why else None)
@@ -210,6 +224,8 @@ def _show(asked: argparse.Namespace) -> int:
     from .report import Report
 
     text = Path(asked.file).read_text(encoding="utf-8")
+    if asked.set:
+        return _show_at(asked)
     if not _is_report(text):
         plan = Plan.load(asked.file)
         if asked.why or asked.full or asked.output:
@@ -218,6 +234,30 @@ def _show(asked: argparse.Namespace) -> int:
         return OK
     report = Report.load(asked.file)
     return _hand_over(report, asked, report.why(asked.why) if asked.why else None, full=asked.full)
+
+
+def _show_at(asked: argparse.Namespace) -> int:
+    """Show the plans of a file at other sizes."""
+    from .passes.plan_sizes import plans_at
+    from .report.diff import load_plans
+
+    if asked.why or asked.full or asked.output:
+        raise OptionError("--set shows plans at other sizes; --why, --full and -o are for the sizes of the example")
+    plans = plans_at(load_plans(asked.file), dict(_sizes(asked.set)))
+    if asked.json:
+        texts = [plan.to_json() for plan in plans]
+        print(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "]\n", end="")
+    else:
+        print("\n\n".join(str(plan) for plan in plans))
+    return OK
+
+
+def _sizes(given: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for text in given:
+        name, equals, size = text.partition("=")
+        if not equals or not name or not size.strip().lstrip("-").isdecimal():
+            raise OptionError(f"--set {text}: expected SYMBOL=SIZE, such as s1=8192")
+        yield name.strip(), int(size)
 
 
 def _is_report(text: str) -> bool:

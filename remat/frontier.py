@@ -24,7 +24,7 @@ from .chart import Mark, Series, chart
 from .options import Options
 from .partition_fn import Partitioner
 from .passes.budget import Budget, Offer, Planner
-from .passes.choose import write_plan
+from .passes.choose import Picked, write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
 from .passes.flow import FlowProblem
@@ -272,18 +272,11 @@ def _plan_graph(
     points = []
     for offer in found:
         verify_schedule(problem.graph, problem.constraints, offer.schedule)
-        chosen = write_plan(
-            problem,
-            storages,
-            offer,
-            request.key,
-            budget_bytes=offer.peak_bytes,
-            without_recompute_bytes=whole,
-            shares=asks.shares_of(offer),
-        )
+        picked = Picked(offer, offer.peak_bytes, whole, asks.shares_of(offer))
+        chosen = write_plan(problem, storages, picked, request.key)
         extra_ticks = offer.extra_ticks - found[0].extra_ticks
         points.append(Point(offer.peak_bytes, extra_ticks / TICKS_PER_SECOND, chosen.plan))
-    halves = split(prepared, write_plan(problem, storages, found[0], request.key))
+    halves = split(prepared, write_plan(problem, storages, Picked(found[0]), request.key))
     return Frontier(tuple(points), whole, len(problem.graph.nodes)), (halves.forward, halves.backward)
 
 

@@ -39,6 +39,8 @@ class Options:
     """A bound on the activation peak."""
     take_minimum: bool = False
     """Where a budget cannot be met, take the lowest plan."""
+    unbacked_hint: int | None = None
+    """What a size stands for that only the data tells, where nothing bounds it."""
     plans: tuple[Plan, ...] = ()
     """Plans made earlier that are to be applied."""
     ranks: str = "agree"
@@ -71,6 +73,7 @@ class Options:
         dump = _dump(given.pop("dump", None))
         on_infeasible = given.pop("on_infeasible", "error")
         budget = parse_budget(given.pop("memory_budget", None), on_infeasible)
+        unbacked_hint = _unbacked_hint(given.pop("unbacked_hint", None))
         plans = _plans(given.pop("plan", None))
         ranks = given.pop("ranks", "agree")
         if ranks not in RANKS:
@@ -84,6 +87,7 @@ class Options:
             cost_model=cost_model,
             budget=budget,
             take_minimum=take_minimum,
+            unbacked_hint=unbacked_hint,
             plans=plans,
             ranks=ranks,
             dump=dump,
@@ -91,7 +95,7 @@ class Options:
         )
 
 
-PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "plan", "ranks", "dump")
+PLAN_OPTIONS = ("memory_budget", "on_infeasible", "cost_model", "unbacked_hint", "plan", "ranks", "dump")
 OWN_OPTIONS = ("inner", *PLAN_OPTIONS)
 
 
@@ -116,6 +120,14 @@ def _cost_model(value: Any) -> str | CostFunction:
         return value  # type: ignore[no-any-return]
     raise OptionError(
         f"cost_model={value!r}: expected {_listed(COST_MODELS)}, or a callable that takes an OpCall and returns seconds"
+    )
+
+
+def _unbacked_hint(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise OptionError(
+        f"unbacked_hint={value!r}: expected None, or a whole number from 1: how large sizes get that only data tells"
     )
 
 

@@ -22,7 +22,9 @@ from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.errors import OptionError
 from .passes.partition import Prepared, Request, choose, prepare, split
+from .passes.ranges import take_for_granted
 from .passes.torch_private import CustomPartitionerFn, without_modes
+from .passes.validity import with_ranges
 from .ranks import Job, agree, current_job, job_name, shared_machines
 from .version import __version__
 
@@ -42,6 +44,7 @@ class Partitioner(CustomPartitionerFn):
             budget=options.budget,
             take_minimum=options.take_minimum,
             fuses=options.fuses,
+            unbacked_hint=options.unbacked_hint,
             stored=options.plans,
             key=self.plan_key,
         )
@@ -69,8 +72,10 @@ class Partitioner(CustomPartitionerFn):
             prepared = prepare(gm, self.request, num_fwd_outputs=num_fwd_outputs)
             chosen = self._agreed(prepared, choose(prepared, self.request))
             if self.is_reported:
+                chosen = with_ranges(prepared, chosen, self.request)
                 self._report(prepared, chosen)
             halves = split(prepared, chosen)
+        take_for_granted(chosen, prepared.storages)
         self._peak_bytes = chosen.plan.peak.num_bytes
         return halves.forward, halves.backward
 
@@ -86,7 +91,7 @@ class Partitioner(CustomPartitionerFn):
     def _agreed(self, prepared: Prepared, chosen: Chosen) -> Chosen:
         """The plan that holds on all ranks."""
         job, options = self._job(), self.options
-        if job is None:
+        if job is None or chosen.guards:  # such a plan holds for this rank's sizes, and those of others may differ
             return chosen
         # Plans that a user gives are not given up for those of another rank.
         is_strict = options.ranks == "check" or bool(options.plans)
@@ -155,7 +160,7 @@ def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
 def _plan_key(options: Options, cost_model: CostModel) -> str:
     """Everything a plan depends on beside its graph."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.take_minimum} {options.fuses} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {options.fuses} {options.unbacked_hint} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 

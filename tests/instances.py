@@ -39,15 +39,17 @@ class Instance:
 class Program:
     """Writes forward and remembers how to differentiate it, then writes backward in reverse."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int | torch.SymInt | None = None) -> None:
+        self.rows = TOKENS if rows is None else rows
+        self.names_shapes = rows is None
         self.graph = fx.Graph()
         self.tape: list[tuple[fx.Node, Vjp]] = []
         self.weights: list[fx.Node] = []
         self.tag = "is_forward"
 
-    def given(self, width: int, rows: int = TOKENS) -> fx.Node:
+    def given(self, width: int, rows: int | None = None) -> fx.Node:
         """Add an input that needs no gradient."""
-        return self._placeholder(f"primals_{len(self.graph.nodes)}", (rows, width))
+        return self._placeholder(f"primals_{len(self.graph.nodes)}", (self.rows if rows is None else rows, width))
 
     def width(self, x: fx.Node) -> int:
         return x.meta["val"].shape[1]
@@ -92,6 +94,16 @@ class Program:
     def add(self, a: fx.Node, b: fx.Node) -> fx.Node:
         return self._record(self._call(aten.add.Tensor, a, b), lambda g: [(a, g), (b, g)])
 
+    def attend(self, x: fx.Node) -> fx.Node:
+        """Mix rows by how alike they are: the only values whose size is a square."""
+        scores = self._call(aten.mm.default, x, self._call(aten.permute.default, x, [1, 0]))
+
+        def vjp(g: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+            # Only of what is mixed, not of the scores: what is read and when is all that matters here.
+            return [(x, self._call(aten.mm.default, self._call(aten.permute.default, scores, [1, 0]), g))]
+
+        return self._record(self._call(aten.mm.default, scores, x), vjp)
+
     def cat(self, a: fx.Node, b: fx.Node) -> fx.Node:
         first, both = self.width(a), self.width(a) + self.width(b)
 
@@ -107,7 +119,11 @@ class Program:
         shape = list(result.meta["val"].shape)
         tangent = self._placeholder("tangents_1", ())
         self.tag = "is_backward"
-        gradients = {result: self._call(aten.expand.default, tangent, shape)}
+        # A graph holds no symbolic numbers but as nodes, so where rows may be one the shape is read off a tensor.
+        given = (
+            (aten.expand.default, tangent, shape) if self.names_shapes else (aten.expand_as.default, tangent, result)
+        )
+        gradients = {result: self._call(*given)}
         for node, vjp in reversed(self.tape):
             if node in gradients:
                 self._pull(gradients, vjp, gradients.pop(node))

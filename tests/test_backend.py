@@ -77,7 +77,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "networkx", "scipy"
 
 # --- options -----------------------------------------------------------------------------------------------------
 
-OWN = "'inner', 'memory_budget', 'on_infeasible', 'cost_model', 'plan', 'ranks' or 'dump'"
+OWN = "'inner', 'memory_budget', 'on_infeasible', 'cost_model', 'unbacked_hint', 'plan', 'ranks' or 'dump'"
 
 WRONG_OPTIONS = [
     (
@@ -142,7 +142,7 @@ def test_partitioner_refuses_what_belongs_to_the_backend() -> None:
         remat.partitioner(max_autotune=True)
     assert str(caught.value) == (
         "unknown option 'max_autotune': a partitioner has "
-        "'memory_budget', 'on_infeasible', 'cost_model', 'plan', 'ranks' or 'dump'"
+        "'memory_budget', 'on_infeasible', 'cost_model', 'unbacked_hint', 'plan', 'ranks' or 'dump'"
     )
 
 

@@ -14,6 +14,7 @@ from ..options import Options
 from ..partition_fn import Partitioner, paused_collector
 from ..passes.errors import RematError
 from ..passes.partition import Request, choose, prepare, split
+from ..passes.validity import with_ranges
 from .model import GraphReport
 from .record import report_graph
 from .report import Report, versions
@@ -26,6 +27,8 @@ def explain(
     on_infeasible: str = "error",
     inner: str = "inductor",
     cost_model: Any = "roofline",
+    unbacked_hint: int | None = None,
+    dynamic: bool | None = False,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -33,11 +36,12 @@ def explain(
 
     `function` is a module or a function that is called with `args` and `kwargs`. It is traced with fake tensors, so a
     model on the `meta` device may be larger than the machine. Nothing is run, unless a graph break makes it several
-    graphs: then it runs forward once, uncompiled. The options are those of `torch.compile(backend="remat")`. Progress
-    goes to stderr if that is a terminal, or as `progress` says.
+    graphs: then it runs forward once, uncompiled. The options are those of `torch.compile(backend="remat")`. Sizes are
+    those of the inputs, except for what `torch._dynamo.mark_dynamic` has marked; with `dynamic=True` they are symbols.
+    Progress goes to stderr if that is a terminal, or as `progress` says.
     """
     asked = {"inner": inner, "cost_model": cost_model, "memory_budget": memory_budget, "on_infeasible": on_infeasible}
-    options = Options.parse(asked)
+    options = Options.parse({**asked, "unbacked_hint": unbacked_hint})
     request = Partitioner(options).request
     found: list[GraphReport] = []
     with Progress(sys.stderr.isatty() if progress is None else progress, "explain") as say:
@@ -49,7 +53,7 @@ def explain(
             return halves
 
         say("tracing")
-        captured = capture(function, args, kwargs, visit, fuses=options.fuses)
+        captured = capture(function, args, kwargs, visit, fuses=options.fuses, dynamic=dynamic)
     if not found:
         raise RematError(_nothing_to_plan(function, captured))
     return Report(
@@ -63,7 +67,7 @@ def explain(
 def _explain_graph(joint: fx.GraphModule, num_fwd_outputs: int, request: Request) -> tuple[GraphReport, Split]:
     with paused_collector():
         prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
-        chosen = choose(prepared, request)
+        chosen = with_ranges(prepared, choose(prepared, request), request)
         graph = report_graph(prepared, chosen)
         halves = split(prepared, chosen)
     return graph, (halves.forward, halves.backward)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..passes.plan import Decision
+from ..passes.plan_sizes import size_lines
 from .model import GraphReport, NodeRow, duration, printable, short_source, size
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _graph_summary(report: Report, number: int) -> Iterator[str]:
         yield f"  budget              {size(plan.budget_bytes):>12}  planner: {plan.planner}"
     if plan.peak_without_recompute_bytes is not None:
         yield f"  keeping everything  {size(plan.peak_without_recompute_bytes):>12}"
+    for title, text in size_lines(plan):
+        yield _clipped(f"  {title:18}  {text}", max(WIDTH, 36 + len(text)))
     yield from _largest(graph)
 
 
@@ -128,7 +131,7 @@ def _decision_notes(graph: GraphReport, row: NodeRow) -> Iterator[str]:
     decision = graph.decision.get(row.name)
     if decision is not None:
         yield f"{_state(graph, decision)}: {decision.reason.value}"
-        yield size(decision.num_bytes)
+        yield size(decision.num_bytes) + (f" = {decision.expression} bytes" if decision.expression else "")
     elif row.base and row.base != row.name and row.base in graph.decision:
         yield f"view of {row.base}"
 

@@ -1,0 +1,271 @@
+"""Train on batches of changing lengths: gradients, compilations and memory under a budget in bytes.
+
+    python benchmarks/dynamic_stream.py
+    python benchmarks/dynamic_stream.py --models llama --batches 40 --longest 256
+    python benchmarks/dynamic_stream.py --inner inductor --models llama,bert
+
+Each model (random weights, a few narrow layers) sees a stream of batches with lengths drawn from 16 to 1024. It is
+compiled with `backend="remat"` and a budget in bytes: a fifth more than the lowest peak that a plan reaches at the
+longest batch, so that short batches fit anyway and long ones have to recompute. Checked for every batch:
+
+- the gradients are those of eager (to the bit with aot_eager, unless the two run other kernels);
+- the measured activation peak is within the budget;
+- where no plan so far covers the length, one was made before the batch ran: the compilations are counted and shown
+  with the sizes that they are for.
+
+Planning times are processor times of the partitioner, for the same model traced with fixed sizes and with symbols.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+import remat
+from remat.collecting import collected
+from remat.report.counting import activation_peak
+
+MODELS = ("llama", "bert", "t5", "mixtral")
+SHORTEST, LONGEST, NUM_BATCHES = 16, 1024, 200
+MAX_COMPILATIONS = 8
+"""Dynamo's own limit per function; beyond it falls back to eager."""
+MAX_PLANNING_RATIO = 1.5
+VOCABULARY = 97
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a model did with its batches."""
+
+    model: str
+    inner: str
+    num_batches: int
+    budget_bytes: int
+    num_compilations: int
+    ranges: tuple[str, ...]
+    """Per compilation, the sizes that its plan is for."""
+    num_different: int
+    """Batches whose gradients are not eager's."""
+    num_bitwise: int
+    """Batches whose gradients are eager's to the bit."""
+    worst_part_of_budget: float
+    """The largest measured peak, over the budget."""
+    num_exceeding: int
+    """Batches whose measured peak exceeds the budget."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the streams that the command line asks for and print what they did."""
+    asked = _parse(argv)
+    torch.set_num_threads(1)
+    found = []
+    for name in asked.models.split(","):
+        stream = run_stream(name, asked.inner, asked.batches, asked.longest)
+        found.append(stream)
+        print(describe(stream), flush=True)
+    ratios = [] if asked.no_planning_time else [planning_ratio(name) for name in asked.models.split(",")]
+    for name, (fixed, symbolic) in zip(asked.models.split(","), ratios, strict=False):
+        ratio = symbolic / fixed
+        verdict = "met" if ratio <= MAX_PLANNING_RATIO else "MISSED"
+        print(f"planning {name}: {fixed:.3f} s with fixed sizes, {symbolic:.3f} s with symbols, ratio {ratio:.2f} "
+              f"(target <= {MAX_PLANNING_RATIO}: {verdict})", flush=True)  # fmt: skip
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(stream) for stream in found], indent=1) + "\n")
+    return int(any(s.num_different or s.num_exceeding or s.num_compilations > MAX_COMPILATIONS for s in found))
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """A narrow model of a family, with random weights and without dropout: eager draws other numbers."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    longest = {"max_position_embeddings": 2 * LONGEST}
+    if name == "llama":
+        config = transformers.LlamaConfig(**sizes, **longest, intermediate_size=88, use_cache=False)
+        return transformers.LlamaForCausalLM(config).train()
+    if name == "mixtral":
+        config = transformers.MixtralConfig(
+            **sizes, **longest, intermediate_size=56, num_key_value_heads=2, num_local_experts=4, use_cache=False
+        )
+        # In bfloat16, since transformers' products of experts in single precision have a backward no graph captures.
+        return transformers.MixtralForCausalLM(config).to(torch.bfloat16).train()
+    if name == "bert":
+        config = transformers.BertConfig(
+            **sizes, **longest, intermediate_size=88, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        return transformers.BertForMaskedLM(config).train()
+    if name == "t5":
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=88, num_layers=3, num_heads=2, dropout_rate=0.0,
+            use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config).train()
+    raise SystemExit(f"no model {name!r}; expected some of {', '.join(MODELS)}")
+
+
+def make_batch(length: int) -> Batch:
+    """Tokens of one length, the same for the same length."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(1, VOCABULARY, (2, length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def lengths(num_batches: int, longest: int) -> list[int]:
+    """Lengths in a fixed random order."""
+    rng = random.Random(0)
+    return [rng.randint(SHORTEST, longest) for _ in range(num_batches)]
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+def run_stream(name: str, inner: str, num_batches: int, longest: int, budget_bytes: int | None = None) -> Stream:
+    """Train on a stream of batches and compare each with eager."""
+    model = make_model(name)
+    parameters = list(model.parameters())
+    budget_bytes = _budget(model, inner, longest) if budget_bytes is None else budget_bytes
+    torch._dynamo.reset()
+    options = {"inner": inner, "memory_budget": budget_bytes}
+    compiled = torch.compile(model, backend="remat", options=options)  # lengths turn dynamic at the second one
+    exact = bitwise = exceeding = 0
+    worst = 0.0
+    counter = "dispatch" if inner == "aot_eager" else "allocator"
+    with collected() as graphs, _quiet():
+        for number, length in enumerate(lengths(num_batches, longest)):
+            _say(f"{name}: batch {number + 1} of {num_batches}, length {length}, {len(graphs)} compilations")
+            batch = make_batch(length)
+            expected = _gradients(lambda b=batch: model(**b).loss, parameters)
+            found = _gradients(lambda b=batch: compiled(**b).loss, parameters)
+            exact += _is_close(found, expected)
+            bitwise += all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            peak = activation_peak(lambda b=batch: compiled(**b).loss, parameters, counter=counter, warm_up=0)
+            worst = max(worst, peak.activation_bytes / budget_bytes)
+            exceeding += peak.activation_bytes > budget_bytes
+    _say("")
+    plans = [graph.plan for graph in graphs]
+    return Stream(
+        model=name,
+        inner=inner,
+        num_batches=num_batches,
+        budget_bytes=budget_bytes,
+        num_compilations=len(plans),
+        ranges=tuple(" and ".join(plan.guards) or ("all sizes" if plan.symbols else "one size") for plan in plans),
+        num_different=num_batches - exact,
+        num_bitwise=bitwise,
+        worst_part_of_budget=worst,
+        num_exceeding=exceeding,
+    )
+
+
+def _budget(model: torch.nn.Module, inner: str, longest: int) -> int:
+    """A fifth more than the lowest peak that a plan reaches at the longest batch."""
+    with _quiet():
+        lowest = remat.explain(
+            model, inner=inner, memory_budget=1024, on_infeasible="minimum", progress=False, **make_batch(longest)
+        )
+    return 6 * max(plan.peak.num_bytes for plan in lowest.plans) // 5
+
+
+def _gradients(loss: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    for parameter in parameters:
+        parameter.grad = None
+    loss().backward()
+    return [p.grad.clone() for p in parameters if p.grad is not None]
+
+
+def _is_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """The same up to rounding, relative to each gradient's largest element."""
+    pairs = zip(found, expected, strict=True)
+    return all((a - b).abs().max() <= _PRECISION[a.dtype] * b.abs().max() + 1e-7 for a, b in pairs)
+
+
+_PRECISION = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+# --- planning time --------------------------------------------------------------------------------------------------
+
+
+def planning_ratio(name: str, repeats: int = 5) -> tuple[float, float]:
+    """Seconds to plan and split a model's joint graph, with fixed sizes and with symbols."""
+    return _planning_seconds(name, repeats, dynamic=False), _planning_seconds(name, repeats, dynamic=True)
+
+
+def _planning_seconds(name: str, repeats: int, *, dynamic: bool) -> float:
+    seconds: list[float] = []
+    original = remat.partition_fn.Partitioner.__call__
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        result = original(self, *args, **kwargs)
+        seconds.append(time.process_time() - start)
+        return result
+
+    remat.partition_fn.Partitioner.__call__ = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(repeats):
+            torch._dynamo.reset()
+            model = make_model(name)
+            compiled = torch.compile(model, backend="remat", options={"inner": "aot_eager"}, dynamic=dynamic)
+            compiled(**make_batch(40)).loss.backward()
+    finally:
+        remat.partition_fn.Partitioner.__call__ = original  # type: ignore[method-assign]
+    return statistics.median(seconds)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def describe(stream: Stream) -> str:
+    """What a stream did, as text."""
+    head = (
+        f"{stream.model} ({stream.inner}): {stream.num_batches} batches, budget {stream.budget_bytes / 2**20:.2f} MiB: "
+        f"{stream.num_compilations} compilations, gradients of {stream.num_batches - stream.num_different} batches are "
+        f"eager's ({stream.num_bitwise} to the bit), largest measured peak {stream.worst_part_of_budget:.3f} of budget"
+    )
+    return "\n".join([head, *(f"  planned for {text}" for text in stream.ranges)])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--inner", default="aot_eager", choices=("aot_eager", "inductor"))
+    parser.add_argument("--batches", type=int, default=NUM_BATCHES, help="per model (default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="longest batch (default: %(default)s)")
+    parser.add_argument("--no-planning-time", action="store_true", help="leave out the planning times")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Whole-number expressions of size symbols as text: written from sympy, stored in plans, evaluated without `eval`.
+
+The text is Python's arithmetic with `Max` and `Min`: `Max(4096*s0*s1 + 64, 1024*s0**2)`. What sympy or torch can say
+beyond that (a size that depends on a condition, on floating-point numbers) is not expressed, and plans say so.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sympy
+
+_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+_CALLS: Mapping[str, Callable[..., int]] = {"Max": max, "Min": min}
+
+LARGEST_POWER = 64
+"""No product of sizes has as many factors; a damaged file may, and would take for ever."""
+
+
+class NotExpressible(Exception):
+    """A size is computed by something that the text has no words for."""
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """The value of an expression for given sizes."""
+    return _evaluate(_parse(text), values)
+
+
+def symbols_in(text: str) -> tuple[str, ...]:
+    """The symbols of an expression, in order of their names."""
+    return tuple(sorted({n.id for n in ast.walk(_parse(text)) if isinstance(n, ast.Name)} - set(_CALLS)))
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is no expression of sizes") from error
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return number
+        case ast.Name(id=name) if name in values:
+            return values[name]
+        case ast.Name(id=name):
+            raise ValueError(f"nothing is said of {name}")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, values)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            first, second = _evaluate(left, values), _evaluate(right, values)
+            if isinstance(op, ast.Pow) and not 0 <= second <= LARGEST_POWER:
+                raise ValueError(f"a size is taken to the power {second}")
+            if isinstance(op, (ast.FloorDiv, ast.Mod)) and not second:
+                raise ValueError("a size is divided by zero")
+            return _BINARY[type(op)](first, second)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as args, keywords=[]) if name in _CALLS:
+            return _CALLS[name]([_evaluate(arg, values) for arg in args])
+    raise ValueError(f"`{ast.unparse(node)}` is no part of an expression of sizes")
+
+
+# -------------------------------------------------------------------------------------------------- writing
+
+
+def largest_of(texts: Sequence[str]) -> str:
+    """The largest of several expressions."""
+    return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"
+
+
+def write(expression: sympy.Expr) -> str:
+    """A sympy expression as text."""
+    return _write(expression)[0]
+
+
+_SUM, _PRODUCT, _POWER, _ATOM = range(4)
+"""How tightly the parts of a text hold together."""
+
+
+def _write(expr: Any) -> tuple[str, int]:
+    """The text, and how tightly it holds together."""
+    if expr.is_Integer:
+        return str(int(expr)), _ATOM if expr >= 0 else _SUM
+    if expr.is_Symbol:
+        return str(expr.name), _ATOM
+    if expr.is_Add:
+        return _sum([_write(arg) for arg in expr.as_ordered_terms()]), _SUM
+    if expr.is_Mul:
+        return _product(expr), _PRODUCT if expr.args[0] != -1 else _SUM
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        return f"{_held(_write(expr.base), _ATOM)}**{int(expr.exp)}", _POWER
+    return _call(expr)
+
+
+def _sum(parts: Sequence[tuple[str, int]]) -> str:
+    text = parts[0][0]
+    for part, _ in parts[1:]:
+        text += f" - {part[1:]}" if part.startswith("-") else f" + {part}"
+    return text
+
+
+def _product(expr: Any) -> str:
+    factors = expr.as_ordered_factors()
+    sign = ""
+    if factors[0] == -1:
+        sign, factors = "-", factors[1:]
+    return sign + "*".join(_held(_write(factor), _POWER) for factor in factors)
+
+
+def _held(part: tuple[str, int], tightness: int) -> str:
+    text, own = part
+    return text if own >= tightness else f"({text})"
+
+
+def _call(expr: Any) -> tuple[str, int]:
+    """What torch's own sympy functions say of sizes."""
+    name, args = type(expr).__name__, expr.args
+    if name in ("Max", "Min"):
+        return f"{name}({', '.join(sorted(_write(arg)[0] for arg in args))})", _ATOM
+    if name in ("FloorDiv", "CleanDiv"):
+        return f"({_held(_write(args[0]), _ATOM)}//{_held(_write(args[1]), _ATOM)})", _ATOM
+    if name == "CeilDiv":
+        return f"(-(-{_held(_write(args[0]), _ATOM)}//{_held(_write(args[1]), _ATOM)}))", _ATOM
+    if name in ("Mod", "PythonMod"):
+        return f"({_held(_write(args[0]), _ATOM)} % {_held(_write(args[1]), _ATOM)})", _ATOM
+    if name == "PowByNatural" and args[1].is_Integer:
+        return f"{_held(_write(args[0]), _ATOM)}**{int(args[1])}", _POWER
+    raise NotExpressible(f"{expr}")

@@ -1,0 +1,275 @@
+"""Sizes that are symbols: what number each stands for while planning, and bytes as polynomials of them.
+
+Plans are made with numbers. A symbol of an input's size stands for the size of the example; one that only the data
+will tell (the rows that `nonzero` finds) for an upper bound: what the graph says of it, else what the option
+`unbacked_hint` says. Where there is neither, a number is taken that plans own up to, and no budget is planned with it.
+
+Bytes are also kept as polynomials, so that a plan can say what it takes at other sizes. A polynomial is a sum of
+monomials with whole coefficients; what is no polynomial (a size divided by another) is a monomial of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from .op_call import TensorSpec, spec_of
+from .torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
+
+if TYPE_CHECKING:
+    import sympy
+
+GUESSED_SIZE = 4096
+"""Stands for a size of which nothing at all is known: large enough not to look free."""
+
+Terms = tuple[tuple[Any, int], ...]
+"""Monomials (sympy expressions) with their coefficients."""
+
+
+class Origin(Enum):
+    """Where the number that stands for a symbol comes from."""
+
+    EXAMPLE = "size of the example"
+    BOUND = "upper bound"
+    OPTION = "option unbacked_hint"
+    GUESS = "nothing is known of it; a guess"
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSymbol:
+    """One symbol of a graph's sizes."""
+
+    name: str
+    value: int
+    """What it stood for while planning."""
+    origin: str
+    """Where that number comes from."""
+    low: int
+    """The least value it can have."""
+    high: int | None
+    """The largest value it can have; None if nothing is known of that."""
+    bound: str = ""
+    """What a size that only the data tells is known not to exceed, in terms of other symbols."""
+
+
+class Sizes:
+    """Numbers for the symbols of one graph, and for every size that is computed from them."""
+
+    def __init__(
+        self,
+        shape_env: Any,
+        values: Mapping[sympy.Symbol, int],
+        bounds: Mapping[sympy.Symbol, sympy.Expr],
+        origins: Mapping[sympy.Symbol, Origin],
+    ) -> None:
+        self.shape_env, self.values, self.bounds, self.origins = shape_env, dict(values), dict(bounds), dict(origins)
+        self._numbers: dict[Any, int] = {}
+        self._size_numbers: dict[Any, int] = {}
+        self._specs: dict[int, TensorSpec] = {}
+        self._number_of_terms: dict[Terms, int] = {(): 0}
+        self.table: list[Terms] = [()]
+        """Distinct sizes in bytes; a size is known by its position here. The first is nothing."""
+
+    @staticmethod
+    def find(nodes: Iterable[fx.Node], unbacked_hint: int | None = None) -> Sizes:
+        """Find the symbols in the sizes of a graph's tensors, and a number for each."""
+        found = _Found()
+        for node in nodes:
+            found.add(node)
+        return found.sizes(unbacked_hint)
+
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols in the sizes of the graph's tensors, in order of their names."""
+        return tuple(self.values)
+
+    @property
+    def backed(self) -> tuple[sympy.Symbol, ...]:
+        """Those of them that inputs have."""
+        return tuple(s for s in self.values if self.origins[s] is Origin.EXAMPLE)
+
+    @property
+    def guessed(self) -> tuple[sympy.Symbol, ...]:
+        """Those of which nothing is known."""
+        return tuple(s for s in self.values if self.origins[s] is Origin.GUESS)
+
+    def at(self, values: Mapping[sympy.Symbol, int]) -> Sizes:
+        """The same graph at other sizes of its inputs."""
+        chosen = {**self.values, **values}
+        for symbol, bound in self.bounds.items():
+            chosen[symbol] = int(bound.xreplace(_integers(chosen))) if bound.free_symbols else int(bound)
+        return Sizes(self.shape_env, chosen, self.bounds, self.origins)
+
+    def of(self, size: int | torch.SymInt) -> int:
+        """The number that a size stands for."""
+        return size if isinstance(size, int) else self.value_of(expression_of(size))
+
+    def value_of(self, expression: sympy.Expr) -> int:
+        """The number that an expression of sizes stands for."""
+        number = self._numbers.get(expression)
+        if number is None:
+            extra = {s: GUESSED_SIZE for s in expression.free_symbols if s not in self.values}
+            examples = example_values(self.shape_env) if extra else {}
+            known = {s: examples.get(s, n) for s, n in extra.items()}
+            number = self._numbers[expression] = int(expression.xreplace(_integers({**self.values, **known})))
+        return number
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's elements."""
+        num_bytes: int = tensor.element_size()
+        for size in tensor.shape:
+            num_bytes *= self.of(size)
+        return num_bytes
+
+    def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor, without guarding on its symbolic sizes."""
+        if not self.values:
+            return spec_of(tensor)
+        # Asking a tensor for symbolic sizes is slow, and every reader asks again.
+        spec = self._specs.get(id(tensor))
+        if spec is None:
+            spec = self._specs[id(tensor)] = spec_of(tensor, self.of)
+        return spec
+
+    # ---------------------------------------------------------------------------------------------- polynomials
+
+    def size_number(self, tensor: torch.Tensor) -> int:
+        """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
+        key = (tensor.element_size(), *_expressions(tensor.shape))
+        number = self._size_numbers.get(key)
+        if number is None:
+            product: Any = 1
+            for factor in key:
+                product = factor * product
+            number = self._size_numbers[key] = self.number_of(terms_of(product))
+        return number
+
+    def number_of(self, terms: Terms) -> int:
+        """The position in the table of a polynomial."""
+        number = self._number_of_terms.get(terms)
+        if number is None:
+            number = self._number_of_terms[terms] = len(self.table)
+            self.table.append(terms)
+        return number
+
+    def value_of_terms(self, terms: Terms) -> int:
+        """The number that a polynomial stands for."""
+        return sum(coefficient * self.value_of(monomial) for monomial, coefficient in terms)
+
+
+def terms_of(expression: Any) -> Terms:
+    """An expression as a sum of monomials."""
+    import sympy
+
+    if isinstance(expression, int):
+        return ((sympy.S.One, expression),) if expression else ()
+    pairs = sympy.expand(expression).as_coefficients_dict().items()
+    if any(not coefficient.is_Integer for _, coefficient in pairs):
+        return ((expression, 1),)
+    ordered = sorted(pairs, key=lambda pair: str(pair[0]))
+    return tuple((monomial, int(coefficient)) for monomial, coefficient in ordered if coefficient)
+
+
+def _expressions(sizes: Sequence[int | torch.SymInt]) -> list[Any]:
+    return [size if isinstance(size, int) else expression_of(size) for size in sizes]
+
+
+def _integers(values: Mapping[sympy.Symbol, int]) -> dict[Any, Any]:
+    import sympy
+
+    return {symbol: sympy.Integer(value) for symbol, value in values.items()}
+
+
+class _Found:
+    """The symbols met so far, and what ops say of them."""
+
+    def __init__(self) -> None:
+        self.shape_env: Any = None
+        self.symbols: dict[Any, None] = {}
+        self.by_op: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
+
+    def add(self, node: fx.Node) -> None:
+        """Look at the sizes of what a node returns."""
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            sizes: Sequence[int | torch.SymInt] = tensor.shape
+            for size in sizes:
+                if not isinstance(size, int):
+                    self._add_size(size)
+            if node.target in _SELECTING:
+                self._add_bound(node, tensor)
+
+    def _add_size(self, size: torch.SymInt) -> None:
+        expression = expression_of(size)
+        if expression not in self.seen:
+            self.seen.add(expression)
+            self.shape_env = shape_env_of(size)
+            self.symbols.update(dict.fromkeys(expression.free_symbols))
+
+    def _add_bound(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """A selection has no more rows than there are elements to select from."""
+        shapes = [_expressions(source.meta["val"].shape) for source in node.all_input_nodes]
+        rows: int | torch.SymInt = tensor.shape[0]
+        if isinstance(rows, int) or any(shape != shapes[0] for shape in shapes):  # one may be broadcast to the other
+            return
+        bound: Any = 1
+        for size in shapes[0]:
+            bound = size * bound
+        self.by_op.setdefault(expression_of(rows), bound)
+
+    def sizes(self, unbacked_hint: int | None) -> Sizes:
+        """A number for each symbol."""
+        import sympy
+
+        ordered = sorted(self.symbols, key=lambda symbol: symbol.name)
+        examples = {} if self.shape_env is None else example_values(self.shape_env)
+        values = {s: examples[s] for s in ordered if s in examples}
+        origins = dict.fromkeys(values, Origin.EXAMPLE)
+        bounds: dict[Any, Any] = {}
+        for symbol in (s for s in ordered if s not in examples):
+            bound = self._bound(symbol, values)
+            if bound is not None:
+                bounds[symbol], origins[symbol] = sympy.sympify(bound), Origin.BOUND
+                values[symbol] = int(bounds[symbol].xreplace(_integers(values)))
+            else:
+                values[symbol] = GUESSED_SIZE if unbacked_hint is None else unbacked_hint
+                origins[symbol] = Origin.GUESS if unbacked_hint is None else Origin.OPTION
+        return Sizes(self.shape_env, {s: values[s] for s in ordered}, bounds, origins)
+
+    def _bound(self, symbol: Any, backed: Mapping[Any, int]) -> Any:
+        """What a size that only the data tells cannot exceed; None if nothing is known."""
+        _, high = symbol_bounds(self.shape_env, symbol)
+        candidates = [*([] if high is None else [high]), *known_upper_bounds(self.shape_env, symbol)]
+        if symbol in self.by_op:
+            candidates.append(self.by_op[symbol])
+        usable = [b for b in candidates if isinstance(b, int) or b.free_symbols <= backed.keys()]
+        return usable[0] if usable else None
+
+
+_SELECTING = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+"""Ops whose result has as many rows as elements are selected."""
+
+
+def describe(sizes: Sizes) -> tuple[SizeSymbol, ...]:
+    """The symbols of a graph, as plans state them."""
+    return tuple(_described(sizes, symbol) for symbol in sizes.symbols)
+
+
+def _described(sizes: Sizes, symbol: Any) -> SizeSymbol:
+    from .expressions import NotExpressible, write
+
+    low, high = symbol_bounds(sizes.shape_env, symbol)
+    bound = sizes.bounds.get(symbol)
+    try:
+        text = "" if bound is None or not bound.free_symbols else write(bound)
+    except NotExpressible:
+        text = ""
+    return SizeSymbol(symbol.name, sizes.values[symbol], sizes.origins[symbol].value, max(low or 0, 0), high, text)

@@ -1,0 +1,240 @@
+"""Plans with a budget in bytes hold for a range of sizes, and are made again outside of it, once per range."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dynamic_programs import PROGRAMS, batch, train, unmarked
+from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
+from remat.passes.expressions import evaluate
+from torch import nn
+
+import remat
+from remat.cli import main
+from remat.collecting import collected
+from remat.report.counting import activation_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")
+
+
+def compile_for(model: nn.Module, **options: Any) -> Any:
+    given = {"inner": "aot_eager", "on_infeasible": "minimum", **options}
+    return torch.compile(model, backend="remat", options=given, fullgraph=True, dynamic=True)
+
+
+def plans_of(name: str, sizes: Any, **options: Any) -> list[remat.Plan]:
+    with collected() as graphs:
+        train(lambda model: compile_for(model, **options), PROGRAMS[name].make, remat.checkpoint_region, sizes, False)
+    return [graph.plan for graph in graphs]
+
+
+def test_run_over_all_lengths_compiles_once_per_range_and_keeps_within_the_budget() -> None:
+    rng = random.Random(0)
+    sizes = [17, 4096, *(rng.randint(17, 4096) for _ in range(38))]  # 16 rows are as many as columns, a case of its own
+    model = PROGRAMS["layers"].make(unmarked)
+    compiled = compile_for(model, memory_budget="2MB")
+    with collected() as graphs:
+        for size in sizes:
+            compiled(batch(size)).backward()
+    plans = [graph.plan for graph in graphs]
+    assert len(plans) <= 4, [plan.guards for plan in plans]
+    (symbol,) = plans[0].symbols
+    for size in sizes:
+        plan = next(plan for plan in plans if holds_at(plan, symbol.name, size))
+        planned_bytes = plan.at({symbol.name: size}).peak.num_bytes
+        assert planned_bytes <= 2_000_000 or not any("<" in guard for guard in plan.guards)
+    for size in (17, 900, 1800, 2500):
+        x = batch(size)
+        peak = activation_peak(lambda x=x: compiled(x), [x, *model.parameters()], counter="dispatch")
+        assert peak.activation_bytes <= 2_000_000
+    assert len(graphs) == len(plans)
+
+
+def holds_at(plan: remat.Plan, symbol: str, size: int) -> bool:
+    """True if none of a plan's guards fails."""
+    return all(_relation(guard, {symbol: size}) for guard in plan.guards)
+
+
+def _relation(text: str, values: dict[str, int]) -> bool:
+    for operator, compare in (("<=", int.__le__), (">=", int.__ge__), (">", int.__gt__)):
+        if operator in text:
+            left, right = text.split(f" {operator} ")
+            return compare(evaluate(left, values), evaluate(right, values))
+    raise AssertionError(text)
+
+
+def test_plan_states_its_range_and_why_it_ends() -> None:
+    small, large = plans_of("layers", (100, 1500), memory_budget="1MB")
+    name = small.symbols[0].name
+    (within,) = [found for found in small.ranges if found.meaning == "budget"]
+    assert within.is_proved
+    assert within.low == 2
+    assert small.at({name: within.high}).peak.num_bytes <= 1_000_000 < small.at({name: within.high + 1}).peak.num_bytes
+    assert small.guards == (f"{name} <= {within.high}",)
+    assert [guard.split()[1] for guard in large.guards] == ["<=", ">="]
+    assert int(large.guards[1].split()[-1]) > within.high, "the fastest plan is not replaced where it fits"
+
+
+def test_fraction_is_planned_once_for_all_sizes() -> None:
+    (plan,) = plans_of("layers", (100, 30, 1500, 4000), memory_budget=0.5)
+    assert plan.guards == ()
+
+
+def test_region_budget_in_bytes_has_a_range_too() -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = PROGRAMS["layers"].make(unmarked)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.sin())
+
+    model = Marked()
+    remat.apply(model, "inner", memory_budget="400kB")
+    compiled = compile_for(model)
+    with collected() as graphs:
+        for size in (100, 200, 600, 700, 150):
+            compiled(batch(size)).backward()
+    plans = [graph.plan for graph in graphs]
+    assert 2 <= len(plans) <= 3
+    assert all(share.predicted_bytes <= 400_000 for plan in plans for share in plan.shares)
+    assert all(plan.guards for plan in plans)
+
+
+@pytest.mark.slow
+def test_two_sizes_that_change_are_guarded_together() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = x + self.linear(x).tanh().exp()
+            return x.sum()
+
+    rng = random.Random(1)
+    compiled = compile_for(Rows(), memory_budget="3MB")
+    with collected() as graphs:
+        for _ in range(40):
+            compiled(torch.randn(rng.randint(2, 16), rng.randint(16, 1024), 16, requires_grad=True)).backward()
+    plans = [graph.plan for graph in graphs]
+    assert len(plans) <= 6, [plan.guards for plan in plans]
+    assert any("*" in guard for plan in plans for guard in plan.guards)
+    for plan in plans:
+        values = {symbol.name: symbol.value for symbol in plan.symbols}
+        assert all(_relation(guard, values) for guard in plan.guards)
+
+
+@pytest.mark.slow
+def test_cached_graph_keeps_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = PROGRAMS["layers"].make(unmarked)
+    counters = torch._dynamo.utils.counters
+    caches = (
+        torch._inductor.config.patch({"fx_graph_cache": True}),
+        torch._functorch.config.patch({"enable_autograd_cache": True}),
+    )
+    with caches[0], caches[1]:
+        graphs, hits = [], []
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = compile_for(model, memory_budget="1MB", inner="inductor")
+            for size in (100, 1200, 1300, 90):
+                compiled(batch(size)).backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert graphs == [2, 2]
+    assert hits == [0, 2]
+
+
+# ------------------------------------------------------------------------------------------------- reports
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = PROGRAMS["layers"].make(unmarked)
+    torch._dynamo.reset()
+    report = remat.explain(model, batch(64), memory_budget="1MB", inner="aot_eager", dynamic=True)
+    file = tmp_path_factory.mktemp("stored") / "report.json"
+    report.save(file)
+    report.plans[0].save(file.with_name("plan.json"))
+    return file
+
+
+def test_report_shows_expressions_and_ranges(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(stored), "--full"]) == 0
+    text = capsys.readouterr().out
+    plan = remat.Plan.load(stored)
+    name = plan.symbols[0].name
+    assert f"{name} = 64 (size of the example)" in text
+    assert f"{plan.peak.expression} bytes, {plan.peak.num_bytes / 2**20:.2f} MiB at {name}=64" in text
+    assert f"within the budget   {name} from 2 to " in text
+    assert "the same decisions" in text
+    assert f"planned again       unless {name} <= " in text
+    assert f" = 128*{name} bytes" in text
+
+
+@pytest.mark.parametrize("file", ["report.json", "plan.json"])
+def test_command_evaluates_expressions_at_other_sizes(
+    stored: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stored.with_name(file)
+    name = remat.Plan.load(path).symbols[0].name
+    (expected,) = plans_of("layers", (512,), memory_budget="1MB")
+    assert main(["show", str(path), "--set", f"{name}=512", "--json"]) == 0
+    shown = remat.Plan.from_json(capsys.readouterr().out)
+    assert shown.peak.num_bytes == expected.peak.num_bytes
+    assert [d.num_bytes for d in shown.decisions] == [d.num_bytes for d in expected.decisions]
+    assert main(["show", str(path), "--set", f"{name}=512"]) == 0
+    assert f"{name} = 512 (given)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("s9=3", "s9=3: the symbols of this plan are {name} (was 64)"),
+        ("{name}=0", "{name}=0: expected a whole number from 1; the symbols of this plan are {name} (was 64)"),
+        ("{name}=-4", "{name}=-4: expected a whole number from 1"),
+        ("{name}", "--set {name}: expected SYMBOL=SIZE, such as s1=8192"),
+        ("{name}=x", "--set {name}=x: expected SYMBOL=SIZE"),
+    ],
+)
+def test_wrong_size_on_the_command_line_names_the_symbols(
+    stored: Path, given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = remat.Plan.load(stored).symbols[0].name
+    assert main(["show", str(stored), "--set", given.format(name=name)]) == 2
+    assert message.format(name=name) in capsys.readouterr().err
+
+
+def test_plan_of_the_format_before_is_still_read(stored: Path) -> None:
+    plan = remat.Plan.load(stored)
+    text = plan.to_json().replace('"format": 3', '"format": 2')
+    assert remat.Plan.from_json(text) == plan
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def assert_stream_is_right(name: str, inner: str, num_batches: int, longest: int, budget: int | None = None) -> None:
+    stream = run_stream(name, inner, num_batches, longest, budget)
+    assert stream.num_different == 0, "gradients are not eager's"
+    assert stream.num_exceeding == 0, f"a peak is {stream.worst_part_of_budget:.3f} of the budget"
+    assert stream.num_compilations <= MAX_COMPILATIONS
+
+
+def test_llama_on_batches_of_changing_lengths() -> None:
+    assert_stream_is_right("llama", "aot_eager", num_batches=5, longest=48, budget=1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_batches_of_changing_lengths(name: str, inner: str) -> None:
+    assert_stream_is_right(name, inner, num_batches=200, longest=1024)
