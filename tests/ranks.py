@@ -52,6 +52,10 @@ class Failure:
         return self.kind == "Death"
 
 
+class NotJoined(Exception):
+    """A rank could not join its process group."""
+
+
 class Ranks:
     """A group of processes, each of which runs what the others run."""
 
@@ -92,7 +96,10 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):
                 link.send_bytes(request)
         deadline = time.monotonic() + ANSWER_SECONDS
-        return [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+        outcomes = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+        if any(isinstance(found, Failure) and found.kind == NotJoined.__name__ for found in outcomes):
+            self._end()  # torch counts its groups, and ranks that count differently never meet again
+        return outcomes
 
     def _answer(self, rank: int, deadline: float) -> Any:
         try:
@@ -180,13 +187,17 @@ def _run(rank: int, num_ranks: int, file: str, seconds: float, call: Callable[[]
 @contextlib.contextmanager
 def joined(rank: int, num_ranks: int, file: str, seconds: float = GROUP_SECONDS) -> Iterator[None]:
     """Belong to a process group for a while."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{file}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=seconds),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+        dist.barrier()  # whoever leaves before the others are connected would break their connections
+    except RuntimeError as error:
+        raise NotJoined(f"rank {rank} of {num_ranks}") from error
     try:
         yield
     finally:

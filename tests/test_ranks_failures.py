@@ -80,7 +80,7 @@ def fail_and_go_on(how, strategy, file):
     rank = dist.get_rank()
     dist.destroy_process_group()
     num_left = 1 if how == "killed" else 2
-    with joined(rank, num_left, file, GROUP_SECONDS):
+    with joined(rank, num_left, file, 5 * GROUP_SECONDS):  # the other one may still be waiting in its old group
         torch.manual_seed(0)
         programs.fsdp(programs.Setting("eager", "bare"))
         programs.ddp(programs.Setting("eager", "policy"))
