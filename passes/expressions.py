@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from .torch_private import sympy_functions
+
 if TYPE_CHECKING:
     import sympy
 
@@ -71,6 +73,50 @@ def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
             return _BINARY[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[_, *_] as args, keywords=[]) if name in _CALLS:
             return _CALLS[name]([_evaluate(arg, values) for arg in args])
+    raise ValueError(f"`{ast.unparse(node)}` is no part of an expression of sizes")
+
+
+_RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}
+
+
+def is_true(relation: str, values: Mapping[str, int]) -> bool:
+    """Does a relation between two expressions hold for given sizes?"""
+    left, compare, right = _sides(relation)
+    return bool(compare(evaluate(left, values), evaluate(right, values)))
+
+
+def to_sympy(relation: str, symbols: Mapping[str, sympy.Symbol]) -> Any:
+    """A relation as sympy has it."""
+    left, compare, right = _sides(relation)
+    return compare(_build(_parse(left), symbols), _build(_parse(right), symbols))
+
+
+def _sides(relation: str) -> tuple[str, Callable[[Any, Any], Any], str]:
+    for text, compare in _RELATIONS.items():
+        left, found, right = relation.partition(f" {text} ")
+        if found:
+            return left, compare, right
+    raise ValueError(f"{relation!r} is no relation between sizes")
+
+
+def _build(node: ast.expr, symbols: Mapping[str, sympy.Symbol]) -> Any:
+    import sympy
+
+    made = sympy_functions()
+    match node:
+        case ast.Constant(value=int(number)):
+            return sympy.Integer(number)
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_build(operand, symbols)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            first, second = _build(left, symbols), _build(right, symbols)
+            if isinstance(op, (ast.FloorDiv, ast.Mod)):
+                return made["FloorDiv" if isinstance(op, ast.FloorDiv) else "PythonMod"](first, second)
+            return _BINARY[type(op)](first, second)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as args) if name in _CALLS:
+            return made[name](*[_build(arg, symbols) for arg in args])
     raise ValueError(f"`{ast.unparse(node)}` is no part of an expression of sizes")
 
 

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.fx as fx
 
 from .choose import Chosen
 from .constraints import Constraints
 from .errors import PlanMismatch
+from .expressions import is_true, to_sympy
 from .flow import FlowProblem
 from .joint_graph import JointGraph, describe_graph
 from .plan import Plan
 from .schedule import Schedule, ScheduleWriter
+from .symbols import Sizes
 
 
-def apply_plan(problem: FlowProblem, stored: Sequence[Plan]) -> Chosen:
+def apply_plan(problem: FlowProblem, stored: Sequence[Plan], sizes: Sizes) -> Chosen:
     """Apply the one of the stored plans that was made for this graph."""
     found = describe_graph(problem.graph)
-    plan = next((plan for plan in stored if plan.graph == found), None)
+    fitting = [plan for plan in stored if plan.graph == found]
+    plan = next((plan for plan in fitting if _covers(plan, sizes)), fitting[0] if fitting else None)
     if plan is None:
         closest = max(stored, key=lambda plan: _num_common(plan.graph, found))
         raise PlanMismatch(_difference(closest.graph, found, len(stored)))
-    return Chosen(plan, schedule_from(plan, problem.graph, problem.constraints))
+    # One plan is applied at all sizes; of several, each in the range of sizes that it was made for.
+    guards = _guards(plan, sizes) if len(fitting) > 1 and _covers(plan, sizes) else ()
+    return Chosen(plan, schedule_from(plan, problem.graph, problem.constraints), guards)
+
+
+def _covers(plan: Plan, sizes: Sizes) -> bool:
+    """True if a plan's guards hold at the sizes of the example."""
+    values = {symbol.name: value for symbol, value in sizes.values.items()}
+    return all(is_true(guard, values) for guard in plan.guards)
+
+
+def _guards(plan: Plan, sizes: Sizes) -> tuple[Any, ...]:
+    symbols = {symbol.name: symbol for symbol in sizes.symbols}
+    return tuple(to_sympy(guard, symbols) for guard in plan.guards)
 
 
 def schedule_from(plan: Plan, graph: JointGraph, constraints: Constraints) -> Schedule:

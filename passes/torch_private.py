@@ -742,3 +742,11 @@ def fixed_ranges(shape_env: Any) -> frozenset[sympy.Symbol]:
                 symbol = shape_env.source_to_var.get(f"{traced.tensor_source.name}.size()[{dim}]")
                 found.add(symbol)
     return frozenset(symbol for symbol in found if symbol is not None)
+
+
+@cache
+def sympy_functions() -> dict[str, Any]:
+    """Torch's own sympy functions of whole numbers, by name."""
+    from torch.utils._sympy import functions
+
+    return {name: getattr(functions, name) for name in ("FloorDiv", "PythonMod", "Max", "Min")}

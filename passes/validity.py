@@ -36,7 +36,7 @@ MOST_NODES = 20_000
 def with_ranges(prepared: Prepared, chosen: Chosen, request: Request) -> Chosen:
     """Add to a plan for which sizes it holds."""
     sizes = prepared.storages.sizes
-    if not sizes.backed:
+    if not sizes.backed or request.stored:
         return chosen
     rows = [*_budget_rows(prepared, chosen, request), *_best_rows(prepared, chosen, request.cost_model, request.fuses)]
     return replace(chosen, plan=replace(chosen.plan, ranges=tuple(rows)))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import sympy
-from remat.passes.expressions import NotExpressible, evaluate, symbols_in, write
+from remat.passes.expressions import NotExpressible, evaluate, is_true, symbols_in, to_sympy, write
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod, Where
 
 S0, S1, U0 = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1", "u0"))
@@ -76,3 +76,21 @@ def test_text_that_is_no_expression_of_sizes_is_refused(text: str) -> None:
 def test_missing_symbol_is_named() -> None:
     with pytest.raises(ValueError, match="nothing is said of s1"):
         evaluate("s0*s1", {"s0": 2})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_relation_is_read_back_as_it_was_written(seed: int) -> None:
+    rng = random.Random(seed)
+    expression = sympy.sympify(random_expression(rng, 3))
+    symbols = {s.name: s for s in (S0, S1, U0)}
+    values = {name: rng.randint(1, 50) for name in symbols}
+    number = evaluate(write(expression), values)
+    for bound in (number - 1, number, number + 1):
+        text = f"{write(expression)} <= {bound}"
+        found = to_sympy(text, symbols)
+        replaced = (
+            found
+            if found in (True, False)
+            else found.xreplace({s: sympy.Integer(values[s.name]) for s in symbols.values()})
+        )
+        assert is_true(text, values) == bool(replaced) == (number <= bound)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dynamic_programs import PROGRAMS, batch, train, unmarked
 from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
-from remat.passes.expressions import evaluate
+from remat.passes.expressions import is_true
 from torch import nn
 
 import remat
@@ -56,15 +56,7 @@ def test_run_over_all_lengths_compiles_once_per_range_and_keeps_within_the_budge
 
 def holds_at(plan: remat.Plan, symbol: str, size: int) -> bool:
     """True if none of a plan's guards fails."""
-    return all(_relation(guard, {symbol: size}) for guard in plan.guards)
-
-
-def _relation(text: str, values: dict[str, int]) -> bool:
-    for operator, compare in (("<=", int.__le__), (">=", int.__ge__), (">", int.__gt__)):
-        if operator in text:
-            left, right = text.split(f" {operator} ")
-            return compare(evaluate(left, values), evaluate(right, values))
-    raise AssertionError(text)
+    return all(is_true(guard, {symbol: size}) for guard in plan.guards)
 
 
 def test_plan_states_its_range_and_why_it_ends() -> None:
@@ -105,6 +97,13 @@ def test_region_budget_in_bytes_has_a_range_too() -> None:
     assert all(plan.guards for plan in plans)
 
 
+def test_of_several_stored_plans_each_is_applied_in_its_range() -> None:
+    sizes = (100, 1500)
+    plans = plans_of("layers", sizes, memory_budget="1MB")
+    applied = plans_of("layers", (100, 1500, 90, 1400), plan=list(reversed(plans)))
+    assert [plan.guards for plan in applied] == [plan.guards for plan in plans]
+
+
 @pytest.mark.slow
 def test_two_sizes_that_change_are_guarded_together() -> None:
     class Rows(nn.Module):
@@ -127,7 +126,7 @@ def test_two_sizes_that_change_are_guarded_together() -> None:
     assert any("*" in guard for plan in plans for guard in plan.guards)
     for plan in plans:
         values = {symbol.name: symbol.value for symbol in plan.symbols}
-        assert all(_relation(guard, values) for guard in plan.guards)
+        assert all(is_true(guard, values) for guard in plan.guards)
 
 
 @pytest.mark.slow
@@ -222,15 +221,15 @@ def test_plan_of_the_format_before_is_still_read(stored: Path) -> None:
 # ------------------------------------------------------------------------------------------------- models
 
 
-def assert_stream_is_right(name: str, inner: str, num_batches: int, longest: int, budget: int | None = None) -> None:
-    stream = run_stream(name, inner, num_batches, longest, budget)
+def assert_stream_is_right(*args: Any, **kwargs: Any) -> None:
+    stream = run_stream(*args, **kwargs)
     assert stream.num_different == 0, "gradients are not eager's"
     assert stream.num_exceeding == 0, f"a peak is {stream.worst_part_of_budget:.3f} of the budget"
     assert stream.num_compilations <= MAX_COMPILATIONS
 
 
 def test_llama_on_batches_of_changing_lengths() -> None:
-    assert_stream_is_right("llama", "aot_eager", num_batches=5, longest=48, budget=1_000_000)
+    assert_stream_is_right("llama", "aot_eager", num_batches=5, longest=48, budget_bytes=300_000, num_layers=1)
 
 
 @pytest.mark.slow
