@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .constraints import Reason
+from .files import parsed_file
 from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
 from .symbols import SizeSymbol
@@ -188,10 +189,7 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote."""
-        try:
-            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return parsed_file(path, Plan.from_json)
 
     def summary(self, top: int = 10) -> str:
         """A dozen lines for a terminal: totals, the peak, then the largest saved values."""

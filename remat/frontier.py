@@ -27,6 +27,7 @@ from .passes.budget import Budget, Offer, Planner
 from .passes.choose import Picked, write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
+from .passes.files import parsed_file
 from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare, mebibytes
@@ -173,10 +174,7 @@ class Pareto:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Pareto:
         """Read a frontier that `save` wrote as JSON."""
-        try:
-            return Pareto.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return parsed_file(path, Pareto.from_json)
 
     def to_svg(self) -> str:
         """A chart of extra time over activation peak, a line per graph."""

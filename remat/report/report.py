@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from ..passes.errors import OptionError
+from ..passes.files import parsed_file
 from ..passes.plan import Plan
 from ..version import __version__
 from .model import GraphReport
@@ -78,10 +79,7 @@ class Report:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
         """Read a report that `save` wrote as JSON."""
-        try:
-            return Report.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return parsed_file(path, Report.from_json)
 
     def to_dot(self) -> str:
         """Forward and backward in Graphviz's language."""
