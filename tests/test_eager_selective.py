@@ -22,6 +22,7 @@ from eager_testing import (
 )
 from remat.passes.policy import PolicyError
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import compat
 from remat.region import checkpoint_region
@@ -431,3 +432,21 @@ def test_nested_random_layers_draw_the_same_numbers(x):
     found = torch.autograd.grad(outer(x).sum(), x)[0]
     torch.manual_seed(3)
     assert torch.equal(found, torch.autograd.grad(unmarked(x).sum(), x)[0])
+
+
+def test_policy_is_written_into_a_trace_also_after_it_was_asked_without_one():
+    """What is remembered of its answers must not stand in for the tags."""
+    contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.mm.default])
+
+    def gradient(x):
+        out = compat.checkpoint(lambda x: (x @ x).tanh().sin(), x, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(out.sum(), x)
+
+    def tags():
+        nodes = make_fx(gradient)(torch.ones(2, 2, requires_grad=True)).graph.nodes
+        return [(node.name, node.meta["recompute"]) for node in nodes if "recompute" in node.meta]
+
+    before = tags()
+    assert ("mm", MUST_SAVE) in before
+    gradient(torch.ones(2, 2, requires_grad=True))
+    assert tags() == before

@@ -101,6 +101,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         if self.sink is _UNBOUND:
             self.bind(LooseSink())
+        if is_tracing_proxies():
+            self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
         super().__enter__()
         return self
 
