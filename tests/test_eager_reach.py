@@ -148,6 +148,16 @@ def test_batch_norm_that_is_not_found_is_an_error():
     assert norm.num_batches_tracked.item() == 1
 
 
+def test_looking_at_one_saved_value_does_not_stand_for_a_whole_recomputation():
+    counter = Counter()
+    reference = weakref.ref(counter)
+    function = checkpoint_region(lambda x: (x.sin(), counted_by(reference(), x.cos()).sin()))
+    first, second = function(torch.ones(4, requires_grad=True))
+    assert torch.equal(first.grad_fn._saved_self, torch.ones(4))
+    with pytest.raises(CheckpointError, match="outlives it"):
+        second.sum().backward()
+
+
 def test_batch_norm_in_eval_mode_changes_nothing():
     """Also with statistics that were written to before, as those of a trained model are."""
     norm = nn.BatchNorm1d(4)
