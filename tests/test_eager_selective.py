@@ -450,3 +450,39 @@ def test_policy_is_written_into_a_trace_also_after_it_was_asked_without_one():
     assert ("mm", MUST_SAVE) in before
     gradient(torch.ones(2, 2, requires_grad=True))
     assert tags() == before
+
+
+def written_through_a_view(x):
+    y = (x @ x).clone()
+    y[:, 0] = 3.0
+    return (y @ x).sin()
+
+
+def written_under_a_view(x):
+    y = (x @ x).clone()
+    view = y[:, :2]
+    y.mul_(2.0)
+    return view.sin().sum() + (y @ x).cos()
+
+
+@pytest.mark.parametrize("answer", [MUST_SAVE, MUST_CPU_OFFLOAD])
+@pytest.mark.parametrize("only_views", [False, True])
+@pytest.mark.parametrize("function", [written_through_a_view, written_under_a_view])
+def test_saved_view_still_shows_memory_that_is_changed_in_place(x, function, only_views, answer):
+    """A view that is answered by a copy would neither see the change nor pass it on."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return answer if not only_views or op in (aten.select.int, aten.slice.Tensor) else PREFER_RECOMPUTE
+
+    y = x.detach().clone().requires_grad_()
+    function(x).sum().backward()
+    checkpoint_region(policy=policy)(function)(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_saved_view_that_is_written_through_is_right_under_torchs_names(x):
+    y = x.detach().clone().requires_grad_()
+    contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.select.int])
+    written_through_a_view(x).sum().backward()
+    compat.checkpoint(written_through_a_view, y, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert torch.equal(x.grad, y.grad)

@@ -81,6 +81,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             sink.store = Store()
         self._counts = sink.store.counts
         self._entries: list[weakref.ref[AnyEntry]] = []
+        self._views: dict[int, list[OpKey]] = {}  # saved ones, by the memory that they show
         self._saved_a_random_op = self._ran_a_random_op = False
         # Who made which value matters only to policies that speak of names, as any function may.
         self._makers = Makers() if self._reads_names else None
@@ -133,7 +134,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             self._counts[key] = number + 1
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
             if is_saved:
-                self._add((key, number), Entry(out, self.on_mutation))
+                self._add((key, number), Entry(out, self.on_mutation), out)
             if self._makers is not None:
                 self._makers.note((key, number), op_facts(func), out)
             return out
@@ -208,12 +209,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if facts.is_pending:
             out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
-            self._add(key, OffloadedEntry(out, self.disk_folder))
+            self._add(key, OffloadedEntry(out, self.disk_folder), out)
         else:
-            self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending))
+            self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending), out)
         self._saved_a_random_op |= facts.is_random
 
-    def _add(self, key: OpKey, entry: AnyEntry) -> None:
+    def _add(self, key: OpKey, entry: AnyEntry, out: Any) -> None:
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         segment = self.sink.segment
         if segment is None or segment.is_taken:
@@ -225,6 +226,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if type(entry) is OffloadedEntry:
             store.has_offloaded = True
         self._entries.append(reference)
+        facts = known_facts.get(key[0])
+        if facts is not None and facts.is_view:
+            for tensor in tensors_of(out):
+                self._views.setdefault(storage_id(tensor), []).append(key)
 
     # ------------------------------------------------------------------------------------------------- names
 
@@ -271,9 +276,9 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._drop(made.key)
         is_copied = bool(made.facts.mutates) and self.on_mutation is OnMutation.COPY
         if answer in _OFFLOADS:
-            self._add(made.key, OffloadedEntry(out, self.disk_folder))
+            self._add(made.key, OffloadedEntry(out, self.disk_folder), out)
         else:
-            self._add(made.key, Entry(out, self.on_mutation, is_copied))
+            self._add(made.key, Entry(out, self.on_mutation, is_copied), out)
         self._saved_a_random_op |= made.facts.is_random
 
     def _drop(self, key: OpKey) -> None:
@@ -292,6 +297,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _before_mutation(self, facts: OpFacts, args: Any) -> None:
         storages = {storage_id(t) for i in facts.mutates if i < len(args) for t in tensors_of(args[i])}
+        if self._views:
+            for storage in storages & self._views.keys():
+                for key in self._views.pop(storage):
+                    self._drop(key)  # a copy would not show the change, nor pass on one that is made through it
         for reference in self._entries:
             entry = reference()
             if entry is not None:
