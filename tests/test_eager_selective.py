@@ -486,3 +486,40 @@ def test_saved_view_that_is_written_through_is_right_under_torchs_names(x):
     written_through_a_view(x).sum().backward()
     compat.checkpoint(written_through_a_view, y, use_reentrant=False, context_fn=contexts).sum().backward()
     assert torch.equal(x.grad, y.grad)
+
+
+def random_after_a_saved_draw(x, region=None):
+    return torch.rrelu(torch.dropout(x, 0.5, True), training=True).exp()
+
+
+def region_after_a_saved_draw(x, region=lambda function: function):
+    inner = region(lambda y: torch.dropout(y, 0.5, True).exp())
+    return inner(torch.dropout(x, 0.5, True)).sin()
+
+
+def mask_after_a_saved_draw(x, region=lambda function: function):
+    """Nothing is saved in the inner region, so nobody knows it any more in backward."""
+    inner = region(lambda y: torch.dropout(y.detach(), 0.5, True))
+    return (inner(torch.dropout(x, 0.5, True)) * x.sin()).exp()
+
+
+INNER_REGIONS = {
+    "plain": checkpoint_region,
+    "policy": checkpoint_region(policy=[aten.mm.default]),
+    "torch's names": lambda function: functools.partial(compat.checkpoint, function, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("inner", INNER_REGIONS.values(), ids=INNER_REGIONS)
+@pytest.mark.parametrize("function", [random_after_a_saved_draw, region_after_a_saved_draw, mask_after_a_saved_draw])
+def test_what_runs_again_after_a_saved_draw_draws_what_it_drew(x, function, inner):
+    """A draw that is answered from what was kept moves no generator."""
+    y = x.detach().clone().requires_grad_()
+    torch.manual_seed(1)
+    function(x).sum().backward()
+    torch.manual_seed(1)
+    policy = [aten.native_dropout.default, aten.rrelu_with_noise.default]
+    out = checkpoint_region(policy=policy)(lambda y: function(y, inner))(y).sum()
+    torch.manual_seed(2)
+    out.backward()
+    assert torch.equal(x.grad, y.grad)

@@ -156,7 +156,9 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         answer = self._ask(func, out, args, kwargs)
         if facts.runs_once and answer is CheckpointPolicy.MUST_RECOMPUTE:
             raise self._must_run_once(facts, func)
-        is_recomputed = answer in _RECOMPUTES and not facts.runs_once
+        # What writes to several places is run again in any case: there is no other way to have them all.
+        is_kept_whole = not facts.mutates or facts.updates_in_place
+        is_recomputed = not facts.runs_once and (answer in _RECOMPUTES or not is_kept_whole)
         if rng_state is not None and (is_recomputed or self._makers is not None):  # a name may drop it later
             assert self.sink.store is not None
             self.sink.store.rng_states[(key, number)] = rng_state
@@ -203,8 +205,6 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, key: OpKey, facts: OpFacts, answer: CheckpointPolicy, out: Any, args: Any) -> None:
         if facts.mutates and not facts.updates_in_place:
-            if not facts.runs_once:
-                return  # writes to several places: running it again is the only way to have them all
             out = ([args[i] for i in facts.mutates if i < len(args)], out)
         if facts.is_pending:
             out = without_handles(out)
@@ -312,21 +312,35 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         frame = self.sink
         if generator is not None and isinstance(frame, Frame) and frame.rng is not None:
             frame.rng.add_generator(generator)
-        may_be_skipped = self._saved_a_random_op or (self._ran_a_random_op and self._makers is not None)
-        if not may_be_skipped or (isinstance(frame, Frame) and frame.rng is None):
+        if not self._may_skip_draws or (isinstance(frame, Frame) and frame.rng is None):
             return None
         if generator is not None:
             return OpRngState.capture_generator(generator)
         return OpRngState.capture(_device_of(args, kwargs))
 
+    @property
+    def _may_skip_draws(self) -> bool:
+        """True if the replay of what ran so far may draw fewer random numbers; a name may have an op kept later."""
+        return self._saved_a_random_op or (self._ran_a_random_op and self._makers is not None)
+
+    def note_rng_before_child(self, number: int) -> None:
+        """Note where an inner region starts to draw, if replaying the ops before it will not lead there."""
+        if self._may_skip_draws and self.sink.store is not None:
+            self.sink.store.rng_before_children[number] = self._rng_now()
+
     def note_rng_after(self) -> None:
         """Note the random state at the end, if replaying this forward will not lead there."""
+        if self._saved_a_random_op and self.sink.store is not None:
+            self.sink.store.rng_after = self._rng_now()
+
+    def _rng_now(self) -> list[OpRngState]:
+        """Return the state of the generators that a replay of this region puts back; of none if it does not."""
         frame = self.sink
-        if self._saved_a_random_op and isinstance(frame, Frame) and frame.rng is not None:
-            assert frame.store is not None
-            devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
-            frame.store.rng_after = [OpRngState.capture(device) for device in devices]
-            frame.store.rng_after += [OpRngState.capture_generator(g) for g, _ in frame.rng.generators]
+        if not isinstance(frame, Frame) or frame.rng is None:
+            return []
+        devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
+        generators = [OpRngState.capture_generator(g) for g, _ in frame.rng.generators]
+        return [OpRngState.capture(device) for device in devices] + generators
 
     def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write the policy's answer into the graph that is being traced, for its partitioner."""
