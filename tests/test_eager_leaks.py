@@ -198,3 +198,20 @@ def test_recomputed_values_are_freed_as_backward_uses_them():
     plain(function, torch.randn(4, requires_grad=True)).sum().backward()
     assert alive == sorted(alive, reverse=True)
     assert sum(r() is not None for r in storages) == 0
+
+
+@every_region
+def test_partial_backwards_leave_nothing_of_an_inner_region(region):
+    """The outer region's recomputation runs the inner one, too, whose values nobody asks for."""
+    weight = torch.randn(64, requires_grad=True)
+
+    def outer(x):
+        return (region(lambda x: (x.sin() * x.cos()).tanh(), x) * weight).sin()
+
+    out = region(outer, torch.randn(64, requires_grad=True)).sum()
+    gc.collect()
+    before = sum(type(o) is torch.Tensor for o in gc.get_objects())
+    for _ in range(3):
+        torch.autograd.grad(out, weight, retain_graph=True)
+    gc.collect()
+    assert sum(type(o) is torch.Tensor for o in gc.get_objects()) == before

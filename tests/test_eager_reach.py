@@ -148,6 +148,73 @@ def test_batch_norm_that_is_not_found_is_an_error():
     assert norm.num_batches_tracked.item() == 1
 
 
+def test_looking_at_one_saved_value_does_not_stand_for_a_whole_recomputation():
+    counter = Counter()
+    reference = weakref.ref(counter)
+    function = checkpoint_region(lambda x: (x.sin(), counted_by(reference(), x.cos()).sin()))
+    first, second = function(torch.ones(4, requires_grad=True))
+    assert torch.equal(first.grad_fn._saved_self, torch.ones(4))
+    with pytest.raises(CheckpointError, match="outlives it"):
+        second.sum().backward()
+
+
+def test_batch_norm_in_eval_mode_changes_nothing():
+    """Also with statistics that were written to before, as those of a trained model are."""
+    norm = nn.BatchNorm1d(4)
+    norm(torch.randn(8, 4))
+    norm.eval()
+    x, y = (torch.linspace(0.1, 0.9, 32).view(8, 4).requires_grad_() for _ in range(2))
+    norm(x).sin().sum().backward()
+    checkpoint_region(lambda y: norm(y).sin())(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def through_data(tensor, x):
+    tensor.data.mul_(0.5)
+    return (tensor * x).sin()
+
+
+def large_buffer():
+    holder = nn.Module()
+    holder.register_buffer("large", torch.ones(1 << 19))  # too large to be copied to find out about it
+    return lambda x: through_data(holder.large, x)
+
+
+def closed_over():
+    tensor = torch.ones(1)
+    return lambda x: through_data(tensor, x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [large_buffer, closed_over, lambda: lambda x: through_data(x, x)],
+    ids=["a large buffer", "a tensor of a closure", "an argument"],
+)
+def test_state_that_is_changed_through_data_is_an_error_and_is_not_moved_twice(make):
+    """An alias made by `.data` counts versions for itself, so nothing but the write tells."""
+    function = checkpoint_region(make())
+    out = function(torch.ones(1 << 19, requires_grad=True)).sum()
+    with pytest.raises(CheckpointError, match=r"changes a tensor that outlives it, in place \(aten.mul_.Tensor at"):
+        out.backward()
+
+
+def test_state_that_is_the_same_after_a_second_write_may_be_changed_through_data():
+    def function(x, weight, scratch):
+        weight.data.clamp_(-0.1, 0.1)
+        scratch.data.zero_()
+        scratch.data.add_(x.detach())
+        return (x * weight * scratch).sin()
+
+    def gradients(run):
+        torch.manual_seed(0)
+        x, weight = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+        scratch = torch.ones(4)
+        run(lambda x, weight: function(x, weight, scratch))(x, weight).sum().backward()
+        return x.grad, weight.grad
+
+    assert all(map(torch.equal, gradients(checkpoint_region), gradients(lambda f: f)))
+
+
 def test_what_a_region_makes_itself_may_be_changed_in_place():
     def function(x):
         y = torch.zeros(4).add_(x)

@@ -22,6 +22,7 @@ from eager_testing import (
 )
 from remat.passes.policy import PolicyError
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import compat
 from remat.region import checkpoint_region
@@ -431,3 +432,94 @@ def test_nested_random_layers_draw_the_same_numbers(x):
     found = torch.autograd.grad(outer(x).sum(), x)[0]
     torch.manual_seed(3)
     assert torch.equal(found, torch.autograd.grad(unmarked(x).sum(), x)[0])
+
+
+def test_policy_is_written_into_a_trace_also_after_it_was_asked_without_one():
+    """What is remembered of its answers must not stand in for the tags."""
+    contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.mm.default])
+
+    def gradient(x):
+        out = compat.checkpoint(lambda x: (x @ x).tanh().sin(), x, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(out.sum(), x)
+
+    def tags():
+        nodes = make_fx(gradient)(torch.ones(2, 2, requires_grad=True)).graph.nodes
+        return [(node.name, node.meta["recompute"]) for node in nodes if "recompute" in node.meta]
+
+    before = tags()
+    assert ("mm", MUST_SAVE) in before
+    gradient(torch.ones(2, 2, requires_grad=True))
+    assert tags() == before
+
+
+def written_through_a_view(x):
+    y = (x @ x).clone()
+    y[:, 0] = 3.0
+    return (y @ x).sin()
+
+
+def written_under_a_view(x):
+    y = (x @ x).clone()
+    view = y[:, :2]
+    y.mul_(2.0)
+    return view.sin().sum() + (y @ x).cos()
+
+
+@pytest.mark.parametrize("answer", [MUST_SAVE, MUST_CPU_OFFLOAD])
+@pytest.mark.parametrize("only_views", [False, True])
+@pytest.mark.parametrize("function", [written_through_a_view, written_under_a_view])
+def test_saved_view_still_shows_memory_that_is_changed_in_place(x, function, only_views, answer):
+    """A view that is answered by a copy would neither see the change nor pass it on."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return answer if not only_views or op in (aten.select.int, aten.slice.Tensor) else PREFER_RECOMPUTE
+
+    y = x.detach().clone().requires_grad_()
+    function(x).sum().backward()
+    checkpoint_region(policy=policy)(function)(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_saved_view_that_is_written_through_is_right_under_torchs_names(x):
+    y = x.detach().clone().requires_grad_()
+    contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.select.int])
+    written_through_a_view(x).sum().backward()
+    compat.checkpoint(written_through_a_view, y, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def random_after_a_saved_draw(x, region=None):
+    return torch.rrelu(torch.dropout(x, 0.5, True), training=True).exp()
+
+
+def region_after_a_saved_draw(x, region=lambda function: function):
+    inner = region(lambda y: torch.dropout(y, 0.5, True).exp())
+    return inner(torch.dropout(x, 0.5, True)).sin()
+
+
+def mask_after_a_saved_draw(x, region=lambda function: function):
+    """Nothing is saved in the inner region, so nobody knows it any more in backward."""
+    inner = region(lambda y: torch.dropout(y.detach(), 0.5, True))
+    return (inner(torch.dropout(x, 0.5, True)) * x.sin()).exp()
+
+
+INNER_REGIONS = {
+    "plain": checkpoint_region,
+    "policy": checkpoint_region(policy=[aten.mm.default]),
+    "torch's names": lambda function: functools.partial(compat.checkpoint, function, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("inner", INNER_REGIONS.values(), ids=INNER_REGIONS)
+@pytest.mark.parametrize("function", [random_after_a_saved_draw, region_after_a_saved_draw, mask_after_a_saved_draw])
+def test_what_runs_again_after_a_saved_draw_draws_what_it_drew(x, function, inner):
+    """A draw that is answered from what was kept moves no generator."""
+    y = x.detach().clone().requires_grad_()
+    torch.manual_seed(1)
+    function(x).sum().backward()
+    torch.manual_seed(1)
+    policy = [aten.native_dropout.default, aten.rrelu_with_noise.default]
+    out = checkpoint_region(policy=policy)(lambda y: function(y, inner))(y).sum()
+    torch.manual_seed(2)
+    out.backward()
+    assert torch.equal(x.grad, y.grad)

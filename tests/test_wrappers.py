@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +150,16 @@ def test_offload_wrapper_runs_nothing_again() -> None:
     with OpCounter() as counter:
         run_step(make_model(offload_wrapper))
     assert counter["sin.default"] == 2
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_offload_wrapper_leaves_nothing_of_a_forward_without_backward(offload, tmp_path) -> None:
+    """What stays where it is must not lead from the graph to itself."""
+    folder = tmp_path if offload == "disk" else None
+    model = offload_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), offload=offload, offload_folder=folder)
+    gone = weakref.ref(model(torch.randn(2, 4)))
+    gc.collect()
+    assert gone() is None
 
 
 def test_region_is_named_in_the_plan_by_its_path() -> None:

@@ -43,6 +43,10 @@ class SavedArguments:
                 versions.append(version_of(value))
         return versions
 
+    def tensors(self) -> list[Tensor]:
+        """Return those that are kept themselves, not by way of somebody's hooks, which may give out new ones."""
+        return [value for value in (*self._args, *self._kwargs.values()) if isinstance(value, Tensor)]
+
     @property
     def num_positional(self) -> int:
         """How many of the arguments were passed by position."""

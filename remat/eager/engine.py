@@ -232,6 +232,11 @@ def _enter_child(outer: Execution | None) -> tuple[int, Any, Frame | None]:
         return 0, None, None
     number = outer.num_children
     outer.num_children = number + 1
+    if type(outer.mode) is Recorder:
+        outer.mode.note_rng_before_child(number)
+    elif outer.replay is not None and number in outer.replay.rng_before_children:
+        for state in outer.replay.rng_before_children[number]:
+            state.restore()
     saved = outer.replay.children.get(number) if outer.replay is not None else None
     former = None
     if outer.task is not None and outer.frame is not None and outer.frame.children is not None:

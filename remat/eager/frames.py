@@ -231,6 +231,7 @@ class Frame:
             self.store.restore_rng_after()
         run.check()
         self.note_recomputed(outer.task)
+        _forget_leftovers(run, outer.task)
         return out
 
     def _recompute_in_group(self, group: Any) -> None:
@@ -277,10 +278,9 @@ class Frame:
             if random_state is not None:
                 rng.put_back(random_state)
         run.check()
-        if surroundings and self.clearance is not None:
-            self.clearance.give()  # without any, it was given before
-        if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
-            run.forget_after_backward()
+        if surroundings and self.clearance is not None and only is None:
+            self.clearance.give()  # without any, it was given before; for one value, too little has been run
+        _forget_leftovers(run, task)
 
     def _surroundings(self, run: Recomputation) -> list[AbstractContextManager[Any]]:
         """Return what the recomputation must be run under, outermost first; usually nothing."""
@@ -288,7 +288,8 @@ class Frame:
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
         if self.clearance is not None and not self.clearance.is_given():
-            found.append(WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label))
+            outliving = self.arguments.tensors() + (self.state.tensors() if self.state is not None else [])
+            found.append(WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label, outliving))
         if self.state is not None:
             found.extend(self._state_surroundings(self.state, run))
         if self.make_replayer is not None:
@@ -321,6 +322,12 @@ class Frame:
     def _argument_name(self, index: int) -> str:
         """Name the index-th argument (positional, then keyword) as the function's signature does."""
         return f"argument {argument_name(self._function, index, self.arguments)} of {self.label}"
+
+
+def _forget_leftovers(run: Recomputation, task: Any) -> None:
+    """See to it that values do not stay which this backward leaves lying, if nothing else takes them away."""
+    if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
+        run.forget_after_backward()
 
 
 def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:

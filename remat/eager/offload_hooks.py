@@ -82,7 +82,7 @@ class OffloadHooks(saved_tensors_hooks):
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not _is_movable(tensor, folder) or _is_parameter(tensor) or storage_id(tensor) in kept_storages:
-                return Packed(tensor)
+                return Packed(_without_history(tensor))
             before = known.get(id(tensor))  # one tensor is often saved by several ops
             packed = None if before is None else before.packed_for(tensor)
             if packed is None:
@@ -107,6 +107,16 @@ class _Known:
         """What stands for a tensor if it is the very same one with the same content, and still needed."""
         is_same = self._tensor() is tensor and self._version == version_of(tensor)
         return self._packed() if is_same and self._address == tensor.data_ptr() else None
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias that does not lead to the node which saves the tensor: the two would keep each other alive."""
+    if tensor.grad_fn is None:
+        return tensor
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    with DisableTorchDispatch():
+        return alias_of(tensor)
 
 
 def _is_movable(tensor: torch.Tensor, folder: str | None) -> bool:

@@ -81,6 +81,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             sink.store = Store()
         self._counts = sink.store.counts
         self._entries: list[weakref.ref[AnyEntry]] = []
+        self._views: dict[int, list[OpKey]] = {}  # saved ones, by the memory that they show
         self._saved_a_random_op = self._ran_a_random_op = False
         # Who made which value matters only to policies that speak of names, as any function may.
         self._makers = Makers() if self._reads_names else None
@@ -101,6 +102,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         if self.sink is _UNBOUND:
             self.bind(LooseSink())
+        if is_tracing_proxies():
+            self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
         super().__enter__()
         return self
 
@@ -131,7 +134,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             self._counts[key] = number + 1
             out = func._op(*args, **kwargs) if kwargs else func._op(*args)
             if is_saved:
-                self._add((key, number), Entry(out, self.on_mutation))
+                self._add((key, number), Entry(out, self.on_mutation), out)
             if self._makers is not None:
                 self._makers.note((key, number), op_facts(func), out)
             return out
@@ -153,7 +156,9 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         answer = self._ask(func, out, args, kwargs)
         if facts.runs_once and answer is CheckpointPolicy.MUST_RECOMPUTE:
             raise self._must_run_once(facts, func)
-        is_recomputed = answer in _RECOMPUTES and not facts.runs_once
+        # What writes to several places is run again in any case: there is no other way to have them all.
+        is_kept_whole = not facts.mutates or facts.updates_in_place
+        is_recomputed = not facts.runs_once and (answer in _RECOMPUTES or not is_kept_whole)
         if rng_state is not None and (is_recomputed or self._makers is not None):  # a name may drop it later
             assert self.sink.store is not None
             self.sink.store.rng_states[(key, number)] = rng_state
@@ -200,18 +205,16 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, key: OpKey, facts: OpFacts, answer: CheckpointPolicy, out: Any, args: Any) -> None:
         if facts.mutates and not facts.updates_in_place:
-            if not facts.runs_once:
-                return  # writes to several places: running it again is the only way to have them all
             out = ([args[i] for i in facts.mutates if i < len(args)], out)
         if facts.is_pending:
             out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
-            self._add(key, OffloadedEntry(out, self.disk_folder))
+            self._add(key, OffloadedEntry(out, self.disk_folder), out)
         else:
-            self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending))
+            self._add(key, Entry(out, self.on_mutation, facts.updates_in_place, facts.is_pending), out)
         self._saved_a_random_op |= facts.is_random
 
-    def _add(self, key: OpKey, entry: AnyEntry) -> None:
+    def _add(self, key: OpKey, entry: AnyEntry, out: Any) -> None:
         reference: weakref.ref[AnyEntry] = weakref.ref(entry)
         segment = self.sink.segment
         if segment is None or segment.is_taken:
@@ -223,6 +226,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if type(entry) is OffloadedEntry:
             store.has_offloaded = True
         self._entries.append(reference)
+        facts = known_facts.get(key[0])
+        if facts is not None and facts.is_view:
+            for tensor in tensors_of(out):
+                self._views.setdefault(storage_id(tensor), []).append(key)
 
     # ------------------------------------------------------------------------------------------------- names
 
@@ -269,9 +276,9 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._drop(made.key)
         is_copied = bool(made.facts.mutates) and self.on_mutation is OnMutation.COPY
         if answer in _OFFLOADS:
-            self._add(made.key, OffloadedEntry(out, self.disk_folder))
+            self._add(made.key, OffloadedEntry(out, self.disk_folder), out)
         else:
-            self._add(made.key, Entry(out, self.on_mutation, is_copied))
+            self._add(made.key, Entry(out, self.on_mutation, is_copied), out)
         self._saved_a_random_op |= made.facts.is_random
 
     def _drop(self, key: OpKey) -> None:
@@ -290,6 +297,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _before_mutation(self, facts: OpFacts, args: Any) -> None:
         storages = {storage_id(t) for i in facts.mutates if i < len(args) for t in tensors_of(args[i])}
+        if self._views:
+            for storage in storages & self._views.keys():
+                for key in self._views.pop(storage):
+                    self._drop(key)  # a copy would not show the change, nor pass on one that is made through it
         for reference in self._entries:
             entry = reference()
             if entry is not None:
@@ -301,21 +312,35 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         frame = self.sink
         if generator is not None and isinstance(frame, Frame) and frame.rng is not None:
             frame.rng.add_generator(generator)
-        may_be_skipped = self._saved_a_random_op or (self._ran_a_random_op and self._makers is not None)
-        if not may_be_skipped or (isinstance(frame, Frame) and frame.rng is None):
+        if not self._may_skip_draws or (isinstance(frame, Frame) and frame.rng is None):
             return None
         if generator is not None:
             return OpRngState.capture_generator(generator)
         return OpRngState.capture(_device_of(args, kwargs))
 
+    @property
+    def _may_skip_draws(self) -> bool:
+        """True if the replay of what ran so far may draw fewer random numbers; a name may have an op kept later."""
+        return self._saved_a_random_op or (self._ran_a_random_op and self._makers is not None)
+
+    def note_rng_before_child(self, number: int) -> None:
+        """Note where an inner region starts to draw, if replaying the ops before it will not lead there."""
+        if self._may_skip_draws and self.sink.store is not None:
+            self.sink.store.rng_before_children[number] = self._rng_now()
+
     def note_rng_after(self) -> None:
         """Note the random state at the end, if replaying this forward will not lead there."""
+        if self._saved_a_random_op and self.sink.store is not None:
+            self.sink.store.rng_after = self._rng_now()
+
+    def _rng_now(self) -> list[OpRngState]:
+        """Return the state of the generators that a replay of this region puts back; of none if it does not."""
         frame = self.sink
-        if self._saved_a_random_op and isinstance(frame, Frame) and frame.rng is not None:
-            assert frame.store is not None
-            devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
-            frame.store.rng_after = [OpRngState.capture(device) for device in devices]
-            frame.store.rng_after += [OpRngState.capture_generator(g) for g, _ in frame.rng.generators]
+        if not isinstance(frame, Frame) or frame.rng is None:
+            return []
+        devices = [torch.device("cpu"), *(device for device, _ in frame.rng.devices)]
+        generators = [OpRngState.capture_generator(g) for g, _ in frame.rng.generators]
+        return [OpRngState.capture(device) for device in devices] + generators
 
     def _dispatch_traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write the policy's answer into the graph that is being traced, for its partitioner."""

@@ -123,7 +123,16 @@ OpKey = tuple[Any, int]
 class Store:
     """What one forward of a region saved: counts for matching, values known weakly."""
 
-    __slots__ = ("children", "counts", "entries", "has_offloaded", "kept", "rng_after", "rng_states")
+    __slots__ = (
+        "children",
+        "counts",
+        "entries",
+        "has_offloaded",
+        "kept",
+        "rng_after",
+        "rng_before_children",
+        "rng_states",
+    )
 
     def __init__(self) -> None:
         self.counts: defaultdict[Any, int] = defaultdict(int)
@@ -132,6 +141,7 @@ class Store:
         self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
         self.has_offloaded = False
         self.rng_after: list[OpRngState] = []
+        self.rng_before_children: dict[int, list[OpRngState]] = {}
         self.children: dict[int, weakref.ref[Segment]] = {}
 
     def restore_rng_after(self) -> None:

@@ -202,6 +202,11 @@ class WatchedState:
                 if value is not None:
                     yield f"{_join(*label)}.{name}".lstrip("."), value
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that is watched and still there."""
+        buffers = [value for *_, value in self.buffers._named()] if self.buffers is not None else []
+        return buffers + [tensor for _, tensor in self._named() if tensor is not None]
+
     def _read_versions(self) -> list[int]:
         try:
             versions = [reference()._version for reference in self._tensors]  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ overwrite are let through, since a second time writes the same. The same mode ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -32,8 +32,16 @@ _OVERWRITING_NAMES = """
     t_ swapaxes_ swapdims_
 """
 _OVERWRITING = frozenset(_OVERWRITING_NAMES.split())
-# Kernels that update running statistics though their schemas do not say so, with the positions of those.
-_UPDATES_STATISTICS = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+# Those of them that leave nothing of what a tensor held before.
+_RENEWING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+# In-place ops that change nothing when they are run once more.
+_REPEATABLE_NAMES = """
+    clamp_ clamp_min_ clamp_max_ hardtanh_ relu_ abs_ sign_ round_ floor_ ceil_ trunc_ nan_to_num_ tril_ triu_
+"""
+_REPEATABLE = frozenset(_REPEATABLE_NAMES.split())
+# Kernels that update running statistics, in train mode, though their schemas do not say so.
+_UPDATES_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_STATISTICS, _IS_TRAINING = slice(3, 5), 5  # positions of their arguments
 
 _cleared: set[tuple[int, ...]] = set()
 _kept_codes: dict[int, CodeType] = {}  # so that no other code takes the number of one that is in `_cleared`
@@ -77,13 +85,21 @@ class Clearance:
 class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
     """Raise before an op updates, in place, a tensor from before the recomputation."""
 
-    def __init__(self, describe: Callable[[str], str], random_state: RngSnapshot | None, label: str) -> None:
+    def __init__(
+        self,
+        describe: Callable[[str], str],
+        random_state: RngSnapshot | None,
+        label: str,
+        outliving: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         support_compiled_code()
         self._describe = describe
         self._random_state = random_state
         self._label = label
         self._own: dict[int, Any] = {}  # storages made or first written here, by address; weak
+        # Storages that were there before, as far as is known: an alias made by `.data` counts versions from zero.
+        self._outliving = {t.untyped_storage()._cdata for t in outliving if _has_storage(t)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an op writes to, run it, and note what it made."""
@@ -92,15 +108,23 @@ class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
             self._check_generator(func, kwargs["generator"], self._random_state)
         written = _written(func, args)
         for tensor in written:
-            if tensor._version == 0:  # nobody has ever written to it, so the forward has not either
-                self._note(tensor)
-            elif not _only_overwrites(func) and not self._is_own(tensor):
-                raise CheckpointError(self._describe(f"{func} {nearest_user_line()}"))
+            if tensor._version == 0 and tensor.untyped_storage()._cdata not in self._outliving:
+                self._note(tensor)  # nobody has ever written to it, so the forward has not either
+            elif not self._is_own(tensor):
+                self._check_write(func, tensor)
         out = func(*args, **kwargs)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._note_made(leaf, args)
         return out
+
+    def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
+        """Raise if an op writes something else to a tensor from before than the forward did."""
+        if _only_overwrites(func):
+            if func._opname in _RENEWING and tensor.nbytes == tensor.untyped_storage().nbytes():
+                self._note(tensor)  # from here on it is as in forward
+        elif tensor._version != 0 or func._opname not in _REPEATABLE:
+            raise CheckpointError(self._describe(f"{func} {nearest_user_line()}"))
 
     def _check_generator(self, func: Any, generator: Any, random_state: RngSnapshot) -> None:
         if not random_state.covers(generator):
@@ -136,7 +160,7 @@ def _written(func: Any, args: Any) -> list[torch.Tensor]:
         return []
     name = func._opname
     if name in _UPDATES_STATISTICS:
-        values = [args[i] for i in _UPDATES_STATISTICS[name] if i < len(args)]
+        values = args[_STATISTICS] if args[_IS_TRAINING] else ()
     elif not func._schema.is_mutable:
         return []
     else:
