@@ -63,7 +63,6 @@ class BufferFacts:
     One region may run different parts of a model from call to call: the first call says nothing about the others.
     """
 
-
     def look_for_changes(self, module: nn.Module) -> None:
         """Have resting buffers copied in every call from now on if somebody has changed one of them.
 
