@@ -207,3 +207,22 @@ def test_a_schedule_that_moves_a_collective_is_refused(x):
     broken = dataclasses.replace(schedule, forward=tuple(swapped.get(i, i) for i in schedule.forward))
     with pytest.raises(VerificationError, match=r"the collective `all_reduce\w*` is moved ahead of an earlier one"):
         verify_schedule(graph, constraints, broken)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_scatter_tensor` is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("answer", [MUST_SAVE, PREFER_RECOMPUTE])
+def test_result_that_is_written_only_in_the_wait_is_kept(x, answer, is_async):
+    """With gloo, that of reduce_scatter; what is there before is no result."""
+
+    def function(x):
+        scale = torch.zeros(4)
+        work = dist.reduce_scatter_tensor(scale, (x.detach() * 3).sin(), async_op=is_async)
+        if work is not None:
+            work.wait()
+        return (x * scale).exp().sin()
+
+    y = x.detach().clone().requires_grad_()
+    function(x).sum().backward()
+    checkpoint_region(policy=lambda ctx, op, *args, **kwargs: answer)(function)(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)

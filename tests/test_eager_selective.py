@@ -24,7 +24,7 @@ from remat.passes.policy import PolicyError
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat import compat
+from remat import compat, policies
 from remat.region import checkpoint_region
 
 aten = torch.ops.aten
@@ -518,8 +518,18 @@ def test_what_runs_again_after_a_saved_draw_draws_what_it_drew(x, function, inne
     torch.manual_seed(1)
     function(x).sum().backward()
     torch.manual_seed(1)
-    policy = [aten.native_dropout.default, aten.rrelu_with_noise.default]
-    out = checkpoint_region(policy=policy)(lambda y: function(y, inner))(y).sum()
+    out = checkpoint_region(policy=policies.save_all())(lambda y: function(y, inner))(y).sum()
     torch.manual_seed(2)
     out.backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.unsqueeze_(0), lambda y: y.t_(), lambda y: y.detach().resize_(2, 2)])
+def test_shape_that_is_changed_in_place_is_changed_again(x, change):
+    def function(x):
+        return (change((x[:2] * 2.0).clone()) + x.sum()).exp()
+
+    y = x.detach().clone().requires_grad_()
+    function(x).sum().backward()
+    checkpoint_region(policy=policies.save_all())(function)(y).sum().backward()
     assert torch.equal(x.grad, y.grad)

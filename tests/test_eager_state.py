@@ -304,3 +304,39 @@ def test_eval_mode_then_train_mode_is_learnt_anew():
         selective(recompute_all, model, x).sum().backward()
         reference(x)
         assert torch.equal(model.mean, reference.mean)
+
+
+class Average(nn.Module):
+    """Keeps a running average, by assignment or in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.in_place = in_place
+
+    def forward(self, x):
+        if self.in_place:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        else:
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return (x * self.mean.clone()).sin()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: Average(True), lambda: Average(False)])
+@pytest.mark.parametrize("runs_between", [False, True])
+def test_one_region_may_run_other_modules_from_call_to_call(make, runs_between):
+    """What its first call leaves alone says nothing about the calls after it."""
+
+    def train(region):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(make() for _ in range(3))
+        x = torch.randn(8, 4, requires_grad=True)
+        run = region(lambda x, index: layers[index](x).sin())
+        for _ in range(2):
+            out = run(x, 0)
+            if runs_between:
+                out = layers[1](out)
+            run(run(out, 1), 2).sum().backward()
+        return [x.grad, *layers.buffers()]
+
+    assert all(map(torch.equal, train(checkpoint_region), train(lambda function: function)))

@@ -35,7 +35,7 @@ class OpFacts:
     mutates: tuple[int, ...]
     """Positions of the arguments it changes in place."""
     updates_in_place: bool
-    """True for `x.op_(...)`: changes its first argument only, and returns it."""
+    """True for `x.op_(...)`: changes the elements of its first argument only, and returns it."""
     is_plain: bool
     """True if running it is all there is to it."""
 
@@ -71,9 +71,14 @@ def _find_facts(op: Any) -> OpFacts:
         is_pending=facts_of(op).is_collective and not facts_of(op).is_wait,
         is_view=facts_of(op).is_view,
         mutates=mutates,
-        updates_in_place=mutates == (0,) and returns_first,
+        updates_in_place=mutates == (0,) and returns_first and not _changes_shape(op),
         is_plain=not (is_random or runs_once or mutates or op in _NOT_JUST_RUN),
     )
+
+
+def _changes_shape(op: Any) -> bool:
+    """True for what gives a tensor another shape or memory, in place: copying elements is not the same."""
+    return torch.Tag.inplace_view in op.tags or op._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
 def _runs_once(op: Any) -> str:

@@ -47,6 +47,8 @@ from remat.passes.torch_private import (
     is_tracing_proxies,
     traced_nodes_since,
     traced_nodes_so_far,
+    tree_leaves,
+    wait_for,
 )
 
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.
@@ -207,6 +209,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if facts.mutates and not facts.updates_in_place:
             out = ([args[i] for i in facts.mutates if i < len(args)], out)
         if facts.is_pending:
+            if "reduce_scatter" in facts.op._schema.name:
+                _wait_for_handles(out)  # gloo writes the result in the wait, by ops that a recomputation does not run
             out = without_handles(out)
         if answer in _OFFLOADS and not facts.is_pending:
             self._add(key, OffloadedEntry(out, self.disk_folder), out)
@@ -358,6 +362,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._counts[key] = number + 1
         self._keep((key, number), op_facts(func), CheckpointPolicy.MUST_SAVE, out, args)
         return out
+
+
+def _wait_for_handles(out: Any) -> None:
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.ScriptObject):
+            wait_for(leaf)
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:

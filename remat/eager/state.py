@@ -25,6 +25,7 @@ from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, 
 
 _GONE = -2  # the version of a tensor that is no more
 _LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
+_RESTING_MAX_BYTES = 1 << 16  # nor is the copy of a larger one kept on, if it does not
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -56,6 +57,21 @@ class BufferFacts:
 
     changed: set[str] = field(default_factory=set)
     looked_in: set[tuple[Any, bool]] = field(default_factory=set)
+    resting: dict[str, tuple[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
+    """Copies of small buffers that nobody has changed so far, with identity and version of what they are copies of.
+
+    One region may run different parts of a model from call to call: the first call says nothing about the others.
+    """
+
+    def look_for_changes(self, module: nn.Module) -> None:
+        """Have resting buffers copied in every call from now on if somebody has changed one of them.
+
+        All of them, since kernels of batch norm change statistics without counting that. The copies stay: calls that
+        have begun before the change know the version that they are of.
+        """
+        values = ((of, module._buffers.get(name)) for name, (of, _) in self.resting.items())
+        if any(value is None or of != (id(value), version_of(value)) for of, value in values):
+            self.changed.update(self.resting)
 
 
 _buffer_facts: weakref.WeakKeyDictionary[nn.Module, BufferFacts] = weakref.WeakKeyDictionary()
@@ -91,6 +107,8 @@ class BufferState:
         facts = _buffer_facts.get(module)
         if facts is None:
             facts = _buffer_facts[module] = BufferFacts()
+        if not facts.changed.issuperset(facts.resting):
+            facts.look_for_changes(module)
         learning = (self._key, module.training) not in facts.looked_in
         for name, value in module._buffers.items():
             is_candidate = (
@@ -112,21 +130,35 @@ class BufferState:
         if now == self._versions:
             return
         kept = {(id(module), name) for module, name, _ in self._entry}
+        moved = {key[0] for key, version in now.items() if self._versions.get(key) != version}
         for label, module, name, value in self._named():
             key = (id(module), name)
-            before = self._versions.get(key)
-            if key not in kept and before is not None and before[0] == id(value) and before != now[key]:
-                _buffer_facts[module].changed.add(name)  # kept from the next call on
-                self._lost.append((label, value))
+            if key[0] in moved and key not in kept and key in self._versions:
+                self._find_entry(label, module, name, value, is_moved=self._versions[key] != now[key])
         self._versions = now
+
+    def _find_entry(self, label: str, module: nn.Module, name: str, value: torch.Tensor, *, is_moved: bool) -> None:
+        """Find the entry value of a buffer that was not copied in this call, though the forward changed its module."""
+        facts = _buffer_facts[module]
+        of, copy = facts.resting.get(name, (None, None))
+        is_copy_of_entry = of == self._versions[id(module), name]
+        if copy is not None and is_copy_of_entry and not is_moved and _are_equal(value, copy):
+            return  # kernels of batch norm change statistics without counting that
+        facts.changed.add(name)
+        if copy is not None and is_copy_of_entry:
+            self._entry.append((module, name, copy))
+        elif is_moved:
+            self._lost.append((label, value))
 
     def _is_changed(self, module: nn.Module, name: str, entry: torch.Tensor) -> bool:
         if (id(module), name) not in self._learning or name in _buffer_facts[module].changed:
             return True
-        value = module._buffers.get(name)
+        value, facts = module._buffers.get(name), _buffer_facts[module]
         if value is not None and value.shape == entry.shape and _are_equal(value, entry):
+            if entry.nbytes <= _RESTING_MAX_BYTES:
+                facts.resting[name] = self._versions[id(module), name], entry
             return False
-        _buffer_facts[module].changed.add(name)
+        facts.changed.add(name)
         return True
 
     def moved(self) -> list[tuple[str, torch.Tensor]]:
