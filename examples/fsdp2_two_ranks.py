@@ -8,6 +8,7 @@ Runs on CPUs, over gloo, in less than a minute.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import remat
 
-NUM_RANKS, NUM_LAYERS, WIDTH, HEADS, BATCH, LENGTH = 2, 6, 128, 4, 4, 250
+NUM_RANKS, WIDTH, HEADS = 2, 128, 4
 MIB = 2**20
 
 
@@ -43,10 +44,10 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))), 0.1)
 
 
-def sharded_model(region: dict[str, object] | None) -> nn.Module:
+def sharded_model(num_layers: int, region: dict[str, object] | None) -> nn.Module:
     """Build the model, the same on all ranks, mark its layers as regions if asked to, and shard it."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Layer() for _ in range(NUM_LAYERS)])
+    model = nn.Sequential(*[Layer() for _ in range(num_layers)])
     if region is not None:
         remat.apply(model, "*", **region)
     for layer in model:
@@ -54,12 +55,12 @@ def sharded_model(region: dict[str, object] | None) -> nn.Module:
     return fully_shard(model)
 
 
-def train(name: str, region: dict[str, object] | None) -> tuple[float, list[torch.Tensor]]:
+def train(asked: argparse.Namespace, name: str, region: dict[str, object] | None) -> tuple[float, list[torch.Tensor]]:
     """Train two steps, then observe the memory of a third; return the loss and this rank's shards of gradients."""
-    model = sharded_model(region)
+    model = sharded_model(asked.layers, region)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + dist.get_rank())  # every rank has data, and dropout, of its own
-    batches = torch.randn(3, BATCH, LENGTH, WIDTH)
+    batches = torch.randn(3, asked.batch, asked.length, WIDTH)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean()
@@ -76,16 +77,16 @@ def train(name: str, region: dict[str, object] | None) -> tuple[float, list[torc
     return loss.item(), gradients
 
 
-def main() -> None:
+def main(asked: argparse.Namespace) -> None:
     """Train on this rank in three ways, and compare them."""
-    loss, gradients = train("everything kept", None)
+    loss, gradients = train(asked, "everything kept", None)
     ways = {
         "layers recomputed": {},
         "layers recomputed but for products": {"policy": remat.policies.save_matmuls()},
     }
     for name, region in ways.items():
         dist.barrier()
-        our_loss, our_gradients = train(name, region)
+        our_loss, our_gradients = train(asked, name, region)
         same = our_loss == loss and all(map(torch.equal, our_gradients, gradients))
         assert same, f"rank {dist.get_rank()}: {name}: loss or gradients changed"
     dist.barrier()
@@ -93,19 +94,29 @@ def main() -> None:
         print("losses and gradients are the same, bit for bit, on every rank")
 
 
-def run_rank(rank: int, file: str) -> None:
+def run_rank(rank: int, file: str, asked: argparse.Namespace) -> None:
     """Be one of the ranks that this script starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=NUM_RANKS)
-    main()
+    main(asked)
     dist.destroy_process_group()
 
 
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6, help="of the transformer (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=250, help="of a sequence (default: %(default)s)")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
+    asked = parse()
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
-        main()
+        main(asked)
         dist.destroy_process_group()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(run_rank, args=(str(Path(folder) / "rendezvous"),), nprocs=NUM_RANKS)
+            torch.multiprocessing.spawn(run_rank, args=(str(Path(folder) / "rendezvous"), asked), nprocs=NUM_RANKS)
