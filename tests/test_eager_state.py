@@ -11,6 +11,7 @@ import torch
 from eager_testing import REGIONS, plain, recompute_all, selective
 from torch import nn
 
+import remat
 from remat import compat
 from remat.eager.reach import reach
 from remat.region import checkpoint_region
@@ -340,3 +341,27 @@ def test_one_region_may_run_other_modules_from_call_to_call(make, runs_between):
         return [x.grad, *layers.buffers()]
 
     assert all(map(torch.equal, train(checkpoint_region), train(lambda function: function)))
+
+
+# --- parameters that take each other's place ---------------------------------------------------------------------
+
+
+def test_parameters_that_functional_call_replaces_are_refused_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    remat.apply(model, "0")
+    tensors = {name: torch.randn_like(value, requires_grad=True) for name, value in model.named_parameters()}
+    out = torch.func.functional_call(model, tensors, (torch.randn(2, 4),))
+    with pytest.raises(
+        compat.CheckpointError, match=r"weight is another tensor than it was in forward.*functional_call"
+    ):
+        out.sum().backward()
+
+
+def test_region_around_functional_call_has_the_gradients_of_no_region() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    tensors = {name: torch.randn_like(value, requires_grad=True) for name, value in model.named_parameters()}
+    expected = torch.autograd.grad(torch.func.functional_call(model, tensors, (x,)).sin().sum(), tensors.values())
+    out = remat.checkpoint(torch.func.functional_call, model, tensors, (x,), use_reentrant=False)
+    actual = torch.autograd.grad(out.sin().sum(), tensors.values())
+    assert all(map(torch.equal, actual, expected))

@@ -300,6 +300,13 @@ class Frame:
 
     def _state_surroundings(self, state: WatchedState, run: Recomputation) -> list[AbstractContextManager[Any]]:
         found: list[AbstractContextManager[Any]] = []
+        replaced = state.replaced()
+        if replaced is not None:
+            raise CheckpointError(
+                f"{self.label}: {replaced} is another tensor than it was in forward, so the recomputation in backward "
+                "would use the wrong one. torch.func.functional_call, for one, puts tensors into a module only while "
+                "it is called: make the call itself a region, remat.checkpoint(functional_call, module, tensors, x)."
+            )
         if state.buffers is not None and state.buffers.needs_replay:
             found.append(state.buffers.replayed())
         moved = state.moved()

@@ -11,6 +11,8 @@ import sys
 from types import CodeType
 from typing import Any
 
+import torch.distributed
+
 from remat.passes.torch_private import MODULE_CALL_CODES
 
 # By identity: the hash of a code object is computed from all of it.
@@ -27,6 +29,11 @@ def ends_search(code: CodeType) -> None:
 def is_fsdp_loaded() -> bool:
     """True if a module of this process may be sharded."""
     return "torch.distributed.fsdp" in sys.modules
+
+
+def may_be_sharded() -> bool:
+    """True if FSDP may have put other parameters into a module's place."""
+    return is_fsdp_loaded() and torch.distributed.is_initialized()
 
 
 def is_called_by_fsdp() -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from remat.eager.errors import CheckpointError
-from remat.eager.hooks import is_fsdp_loaded
+from remat.eager.hooks import may_be_sharded
 from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
@@ -210,9 +210,7 @@ class WatchedState:
             self._versions = self._read_versions()
         else:
             self._versions = [version_of(tensor) for tensor in reached.tensors]
-        # FSDP puts gathered parameters in the place of sharded ones while a module runs; their versions have
-        # nothing to do with each other.
-        self._identities = [id(tensor) for _, tensor in self._named()] if is_fsdp_loaded() else None
+        self._identities = self._read_identities()
 
     def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
@@ -248,10 +246,29 @@ class WatchedState:
             return [_GONE if tensor is None else version_of(tensor) for _, tensor in self._named()]
         return versions
 
+    def _read_identities(self) -> list[int]:
+        """Tell which tensors the parameters are."""
+        return [id(value) for _, values in self._parameters for value in values.values() if value is not None]
+
     def seal(self) -> None:
         """Finish the notes after the forward."""
         if self.buffers is not None:
             self.buffers.seal()
+
+    def replaced(self) -> str | None:
+        """Name a parameter in whose place the forward had another tensor; None if all are what they were.
+
+        FSDP's gathered and sharded parameters take each other's place, and so do those that a hook fetches from
+        elsewhere, which are on `meta` until then.
+        """
+        now = self._read_identities()
+        if now == self._identities or len(now) != len(self._identities) or may_be_sharded():
+            return None
+        parameters = list(self._named())[len(self._tensors) :]
+        rows = ((name, value, before) for (name, value), before in zip(parameters, self._identities, strict=True))
+        return next(
+            (n for n, value, before in rows if value is not None and id(value) != before and not value.is_meta), None
+        )
 
     def moved(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that changed since the forward read them, with their names."""
@@ -259,9 +276,10 @@ class WatchedState:
         now = self._read_versions()
         if now == self._versions or len(now) != len(self._versions):
             return moved  # a different length: parameters came or went, and positions no longer tell
-        identities = self._identities or [id(tensor) for _, tensor in self._named()]
+        # Versions of another tensor in the same place have nothing to do with those of the one before.
+        identities = [*(None for _ in self._tensors), *self._identities]
         rows = zip(self._named(), self._versions, now, identities, strict=True)
-        changed = [item for item, before, after, known in rows if before != after and known == id(item[1])]
+        changed = [item for item, before, after, known in rows if before != after and known in (None, id(item[1]))]
         return moved + [(name, tensor) for name, tensor in changed if tensor is not None]
 
 
