@@ -452,6 +452,17 @@ def test_policy_is_written_into_a_trace_also_after_it_was_asked_without_one():
     assert tags() == before
 
 
+def test_trace_leaves_no_tag_behind_for_the_next_one():
+    contexts = functools.partial(compat.create_selective_checkpoint_contexts, [aten.mm.default])
+
+    def function(x):
+        return compat.checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=contexts)
+
+    make_fx(function)(torch.ones(2, 2, requires_grad=True))
+    later = make_fx(lambda x: x.sin().exp())(torch.ones(2))
+    assert not any("recompute" in node.meta or "ac_graph_id" in node.meta for node in later.graph.nodes)
+
+
 def written_through_a_view(x):
     y = (x @ x).clone()
     y[:, 0] = 3.0

@@ -56,6 +56,7 @@ _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 
 
 _UNBOUND = LooseSink()  # nothing is kept there
+_TAGS = ("ac_graph_id", "recompute")  # what the nodes of a trace are given
 
 
 class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
@@ -72,6 +73,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, bool] = getattr(policy, "known", {})
         self._reads_names: bool = getattr(policy, "reads_names", True)
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
+        self._tags_before: dict[str, Any] | None = None
         self.sink: Sink = _UNBOUND
         if sink is not None:
             self.bind(sink)
@@ -106,8 +108,15 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             self.bind(LooseSink())
         if is_tracing_proxies():
             self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
+            self._tags_before = {name: fx_current_meta().get(name) for name in _TAGS}
         super().__enter__()
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        if self._tags_before is not None:
+            _put_back_tags(self._tags_before)
+            self._tags_before = None
 
     def release(self) -> None:
         """Let go of the frame, after its forward."""
@@ -374,3 +383,13 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     tensors = tensors_of((args, kwargs))
     device = kwargs.get("device")
     return tensors[0].device if tensors else torch.device(device if device is not None else "cpu")
+
+
+def _put_back_tags(tags: dict[str, Any]) -> None:
+    """Let nodes that are traced from here on have the tags that they had: a tracer may use one dictionary for all."""
+    meta = fx_current_meta()
+    for name, value in tags.items():
+        if value is None:
+            meta.pop(name, None)
+        else:
+            meta[name] = value
