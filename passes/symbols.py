@@ -114,7 +114,8 @@ class Sizes:
         number = self._numbers.get(expression)
         if number is None:
             extra = {s: GUESSED_SIZE for s in expression.free_symbols if s not in self.values}
-            examples = example_values(self.shape_env) if extra else {}
+            # A graph may have numbers that only the data tells, and no tensor with such a size.
+            examples = example_values(self.shape_env) if extra and self.shape_env is not None else {}
             known = {s: examples.get(s, n) for s, n in extra.items()}
             number = self._numbers[expression] = int(expression.xreplace(_integers({**self.values, **known})))
         return number
