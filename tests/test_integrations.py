@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -338,6 +339,63 @@ def test_settings_of_torchtitan_do_what_they_say(config, num_marked, counts) -> 
     assert list(model.state_dict()) == list(Titan().state_dict())
 
 
+class SelectiveAC:
+    """Settings are told by their class since torchtitan 0.3, and users derive their own from it."""
+
+    @dataclass
+    class Config:
+        force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
+
+
+class OwnAC(SelectiveAC):
+    @dataclass
+    class Config(SelectiveAC.Config):
+        pass
+
+
+class FullAC:
+    @dataclass
+    class Config:
+        preserve_rng_state: bool = True
+        determinism_check: str = "default"
+        debug: bool = False
+
+
+class MemoryBudgetAC:
+    @dataclass
+    class Config:
+        memory_budget: float = 1.0
+
+
+BY_CLASS = [
+    (None, 0, {"sin.default": 4, ATTENTION: 4}),
+    (FullAC.Config(), 4, {"sin.default": 8, ATTENTION: 8}),
+    (SelectiveAC.Config(), 4, {"sin.default": 8, "mm.default": 35, ATTENTION: 4}),
+    (OwnAC.Config(("gate",)), 4, {"sin.default": 8, "mm.default": 39, ATTENTION: 4}),
+]
+
+
+@pytest.mark.parametrize(("config", "num_marked", "counts"), BY_CLASS)
+def test_settings_that_are_told_by_their_class_do_what_they_say(config, num_marked, counts) -> None:
+    model = Titan()
+    assert len(torchtitan.apply_ac(model, config)) == num_marked
+    with OpCounter() as counter:
+        result = titan_step(model)
+    assert {op: counter[op] for op in counts} == counts
+    assert_same(result, titan_step(Titan()))
+
+
+def test_stand_ins_are_named_as_the_classes_of_torchtitan_are() -> None:
+    installed = pytest.importorskip(
+        "torchtitan.distributed.activation_checkpoint", reason="torchtitan brings forty packages of its own"
+    )
+    for stand_in in (FullAC, SelectiveAC, MemoryBudgetAC):
+        config = getattr(installed, stand_in.__name__).Config
+        assert config.__qualname__ == stand_in.Config.__qualname__
+        assert {field.name for field in fields(stand_in.Config)} <= {field.name for field in fields(config)}
+        torchtitan.apply_ac(Titan(), config())
+
+
 def titan_step(model: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model.zero_grad()
@@ -345,9 +403,10 @@ def titan_step(model: nn.Module) -> list[torch.Tensor]:
     return gradients(model)
 
 
-def test_budget_of_torchtitan_is_one_for_each_block() -> None:
+@pytest.mark.parametrize("config", [SimpleNamespace(mode="memory_budget", memory_budget=1.0), MemoryBudgetAC.Config()])
+def test_budget_of_torchtitan_is_one_for_each_block(config) -> None:
     model = Titan()
-    applied = torchtitan.apply_ac(model, SimpleNamespace(mode="memory_budget", memory_budget=1.0))
+    applied = torchtitan.apply_ac(model, config)
     assert applied.names == tuple(f"layers.{i}" for i in range(4))
     assert_same(titan_step(model), titan_step(Titan()))
 

@@ -2,15 +2,16 @@
 
     apply_ac(model, job_config.activation_checkpoint)
 
-| `mode` | what is done with each block below `model.layers` |
-|---|---|
-| "none" | nothing |
-| "full" | a region that recomputes everything |
-| "selective" | `selective_ac_option` "op" (or none): keep attention and every second product of matrices; |
-| | a number n: every n-th block is recomputed |
-| "memory_budget" | a region with `memory_budget`, a fraction of what it takes without recomputation |
+| `mode` | class, since 0.3 | what is done with each block below `model.layers` |
+|---|---|---|
+| "none" | None | nothing |
+| "full" | FullAC | a region that recomputes everything |
+| "selective" | SelectiveAC | `selective_ac_option` "op" (or none): keep attention and every second product of |
+| | | matrices; a number n: every n-th block is recomputed |
+| "memory_budget" | MemoryBudgetAC | a region with `memory_budget`, a fraction of what it takes without recomputation |
 
-Blocks stay what they are, so that names of parameters do not change. torchtitan itself is not imported.
+Releases before 0.3 name a mode; later ones choose by the class of the settings, `FullAC.Config` and so on. Blocks stay
+what they are, so that names of parameters do not change. torchtitan itself is not imported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ from remat.passes.errors import OptionError
 from remat.passes.policy import CheckpointPolicy, PolicyFunction
 
 _MODES = ("none", "full", "selective", "memory_budget")
+_MODE_OF_CLASS = {
+    "FullAC.Config": "full",
+    "SelectiveAC.Config": "selective",
+    "MemoryBudgetAC.Config": "memory_budget",
+}
 _SHARED = ("preserve_rng_state", "determinism_check", "early_stop", "debug")
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
@@ -46,9 +52,7 @@ _KEPT = tuple(
 
 def apply_ac(model: nn.Module, config: Any, *, layers: str = "layers") -> Applied:
     """Mark the blocks of a model as torchtitan's settings say, and return which ones."""
-    mode = getattr(config, "mode", None)
-    if mode not in _MODES:
-        raise OptionError(f"activation checkpointing has no mode {mode!r}; it has {', '.join(map(repr, _MODES))}")
+    mode = _mode_of(config)
     options = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     blocks = [f"{layers}.{name}" for name, _ in model.get_submodule(layers).named_children()]
     if mode == "none":
@@ -58,7 +62,7 @@ def apply_ac(model: nn.Module, config: Any, *, layers: str = "layers") -> Applie
     elif mode == "selective":
         option = str(getattr(config, "selective_ac_option", "op"))
         if option == "op":
-            options["policy"] = selective_ops(model, getattr(config, _FORCED, ()))
+            options["policy"] = selective_ops(model, [part for name in _FORCED for part in getattr(config, name, ())])
         elif option.isdigit() and int(option) > 0:
             blocks = blocks[int(option) - 1 :: int(option)]
         else:
@@ -67,7 +71,22 @@ def apply_ac(model: nn.Module, config: Any, *, layers: str = "layers") -> Applie
     return Applied(sum((f.names for f in found), ()), sum((f.classes for f in found), ()))
 
 
-_FORCED = "per_op_sac_force_recompute_mm_shapes_by_fqns"
+_FORCED = ("per_op_sac_force_recompute_mm_shapes_by_fqns", "force_recompute_mm_shapes_by_fqns")
+"""What releases before and since 0.3 call the layers whose products are recomputed."""
+
+
+def _mode_of(config: Any) -> str:
+    """What the settings ask for, by name or by class."""
+    if config is None:
+        return "none"
+    by_class = (
+        _MODE_OF_CLASS[kind.__qualname__] for kind in type(config).__mro__ if kind.__qualname__ in _MODE_OF_CLASS
+    )
+    mode = getattr(config, "mode", None) or next(by_class, None)
+    if mode not in _MODES:
+        asked = repr(mode) if mode else f"in {type(config).__qualname__}"
+        raise OptionError(f"activation checkpointing has no mode {asked}; it has {', '.join(map(repr, _MODES))}")
+    return str(mode)
 
 
 def selective_ops(model: nn.Module, forced: Any = ()) -> PolicyFunction:
