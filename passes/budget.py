@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from .chain_planner import Chain, ChainProgramme
 from .constraints import Reason
@@ -18,8 +19,8 @@ from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .improve import Improver
 from .joint_graph import Role
-from .ladder import ladder
-from .schedule import Schedule, schedule_backward
+from .ladder import Rung, ladder
+from .schedule import Schedule, roots, schedule_backward
 from .simulate import Simulation, simulate
 from .source import source_line
 from .storage import Storages
@@ -34,6 +35,9 @@ believes to be the lowest peak need not be the lowest one."""
 FUSION_MARGIN = 0.07
 """What is left free of a budget where a compiler fuses: its peaks were measured up to 7 % above the simulated ones on
 the models of the benchmark (UNet; most are within 4 %)."""
+
+STAGES_TRIED = 3
+"""For how many stages of backward the cut is made as if the peak were there."""
 
 HEADROOM = 1.25
 """How much more than the budget the chain planner may believe to have: it counts some memory that is free already."""
@@ -91,6 +95,7 @@ class Planner:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.storages = problem, storages
+        self._cuts_beyond: dict[int, tuple[tuple[Rung, Offer], ...]] = {}
 
     @cached_property
     def fastest(self) -> Offer:
@@ -122,6 +127,32 @@ class Planner:
         """The plain cut at rising prices per byte."""
         return tuple(self._offer(self._keeping(rung.saved), "cut") for rung in ladder(self.problem)[1:])
 
+    @cached_property
+    def last_stages(self) -> tuple[int, ...]:
+        """Per value, the last stage of backward that needs it or anything computed from it."""
+        problem = self.problem
+        last = [-1] * len(problem.bases)
+        for stage, root in enumerate(roots(problem.graph)):
+            for i in problem.graph.inputs[root]:
+                if i in problem.value_of:
+                    last[problem.value_of[i]] = stage
+        for v in range(len(last) - 1, -1, -1):
+            for u in problem.inputs[v]:
+                last[u] = max(last[u], last[v])
+        return tuple(last)
+
+    def cuts_beyond(self, stage: int) -> tuple[tuple[Rung, Offer], ...]:
+        """The plain cut at rising prices for bytes that are still kept after a stage of backward.
+
+        If the peak is there, what is used up by then takes no memory that anything else could have: whether it is kept
+        or computed again just before, it is there.
+        """
+        if stage not in self._cuts_beyond:
+            used_up = [v for v, last in enumerate(self.last_stages) if last <= stage]
+            rungs = ladder(self.problem, unpriced=used_up)
+            self._cuts_beyond[stage] = tuple((rung, self._offer(self._keeping(rung.saved), "cut")) for rung in rungs)
+        return self._cuts_beyond[stage]
+
     def within_safely(self, budget_bytes: int) -> Offer | None:
         """The same with a margin for what the simulator cannot know of a compiler; without, if that is too little."""
         safe = self.within(int((1 - FUSION_MARGIN) * budget_bytes)) if any(self.storages.is_fused) else None
@@ -132,6 +163,7 @@ class Planner:
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest
         offers = list(self._offers(budget_bytes))
+        offers += self._cuts_at_the_peak(offers, budget_bytes)
         offers += self.improver.within(offers, budget_bytes)
         if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
             offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
@@ -142,6 +174,43 @@ class Planner:
         yield self.without_recompute
         yield from self.dearer_cuts
         yield from self._chain_offers(budget_bytes)
+
+    def _cuts_at_the_peak(self, offers: Sequence[Offer], budget_bytes: int) -> Iterator[Offer]:
+        """Cut for the stage at which the best plan so far has its peak, and for the one to which that moves it."""
+        tried: set[int] = set()
+        best = min(offers, key=lambda o: _by_excess(o, budget_bytes))
+        while len(tried) < STAGES_TRIED and (stage := self._peak_stage(best)) not in tried:
+            tried.add(stage)
+            cuts = self.cuts_beyond(stage)
+            yield from (offer for _, offer in cuts)
+            for (more, above), (less, below) in pairwise(cuts):
+                if below.peak_bytes <= budget_bytes < above.peak_bytes:
+                    yield from self._mixed(more.saved, less.saved, budget_bytes)
+            best = min((offer for _, offer in cuts), key=lambda o: _by_excess(o, budget_bytes))
+
+    def _mixed(self, more: Sequence[int], less: Sequence[int], budget_bytes: int) -> Iterator[Offer]:
+        """Keep more of the end of forward and less of its beginning, as much more as fits.
+
+        Equal layers change sides of a cut all at the same price. What is kept of late ones is free again first.
+        """
+        places = sorted({*more, *less})
+        low, high = 0, len(places)
+        while low < high:
+            middle = (low + high) // 2
+            place = places[middle]
+            offer = self._offer(
+                self._keeping([*(v for v in less if v < place), *(v for v in more if v >= place)]), "cut"
+            )
+            yield offer
+            if offer.peak_bytes <= budget_bytes:
+                high = middle
+            else:
+                low = middle + 1
+
+    def _peak_stage(self, offer: Offer) -> int:
+        simulation = offer.simulation
+        own = set(roots(self.problem.graph))
+        return sum(i in own for i in simulation.order[simulation.num_forward : simulation.peak_moment])
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
@@ -183,6 +252,10 @@ class Planner:
 def _spread(levels: range) -> list[int]:
     """The lowest levels, and some from all over the rest."""
     return sorted({*levels[:LEVELS_TRIED], *levels[:: max(1, len(levels) // LEVELS_TRIED)]})
+
+
+def _by_excess(offer: Offer, budget_bytes: int) -> tuple[int, int]:
+    return max(0, offer.peak_bytes - budget_bytes), offer.extra_ticks
 
 
 def _by_peak(offer: Offer) -> tuple[int, int]:

@@ -57,6 +57,10 @@ UNKNOWN_WORK = 10.0
 """How often an op without a flop count is taken to pass over its inputs and outputs. Not measured: it may be a copy, or
 a decomposition, or the user's own attention; this keeps what it computes unless memory is short."""
 
+SLOW_PASSES = {"cpu": 10}
+"""How many times a slow reduction's own kernel takes to copy its input, by device. Batch normalisation of 6 MiB in
+training took 14 times as long as a copy on one core, group and layer normalisation about as long as one."""
+
 ACCELERATOR_SPEEDUP = 10.0
 """How much cheaper arithmetic is there, compared with memory. Not measured: from the data sheets of current GPUs."""
 
@@ -180,6 +184,8 @@ class Roofline:
             return arithmetic if self.fuses or call.facts.kind is Kind.FREE else arithmetic + memory
         if call.facts.kind is Kind.REDUCTION:
             return memory
+        if call.facts.kind is Kind.SLOW_REDUCTION:
+            return memory if self.fuses else SLOW_PASSES.get(call.device, 1) * memory
         compute = _compute_seconds(call, machine)
         return max(compute, memory) if compute else UNKNOWN_WORK * memory
 
@@ -238,9 +244,18 @@ def _compute_seconds(call: OpCall, machine: Machine) -> float:
     return machine.compute_seconds(flops, call.outputs[0].dtype) if flops else 0.0
 
 
+_aten = torch.ops.aten
+_SAME_FORMULA: Mapping[object, object] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_fused_attention_overrideable: _aten._scaled_dot_product_flash_attention,
+}
+"""Attention for which torch has no flop formula: it does what that for which it has one does."""
+
+
 def flops_of(call: OpCall) -> int:
     """Floating-point operations of a call by torch's formulas; 0 where it has none."""
-    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    packet = getattr(call.target, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
     if formula is None or not call.outputs:
         return 0
     with without_modes():

@@ -79,10 +79,13 @@ class FlowProblem:
         total_bytes = sum(self.costs.num_bytes)
         return sum(self.costs.save_ticks) / total_bytes if total_bytes else 0.0
 
-    def cut(self, ticks_per_byte: float = 0.0, kept: Collection[int] = ()) -> Cut:
-        """Find the cheapest legal choice if every kept byte costs extra, but `kept` values are there for nothing."""
-        kept = frozenset(kept)
-        values = [self._value(v, ticks_per_byte, v in kept) for v in range(len(self.bases))]
+    def cut(self, ticks_per_byte: float = 0.0, kept: Collection[int] = (), unpriced: Collection[int] = ()) -> Cut:
+        """Find the cheapest legal choice if every kept byte costs extra, except those of `unpriced` values.
+
+        `kept` values are there for nothing.
+        """
+        kept, unpriced = frozenset(kept), frozenset(unpriced)
+        values = [self._value(v, 0.0 if v in unpriced else ticks_per_byte, v in kept) for v in range(len(self.bases))]
         try:
             return solve(values)
         except Contradiction as contradiction:

@@ -94,7 +94,7 @@ class JointGraph:
         outputs = _leaves(output.args[0])
         if not 0 <= num_fwd_outputs <= len(outputs):
             raise ValueError(f"num_fwd_outputs={num_fwd_outputs}, but the joint graph has {len(outputs)} outputs")
-        facts = tuple(facts_of_call(n) if n.op == "call_function" else None for n in nodes)
+        facts = tuple(facts_of_call(n.target, n.args, n.kwargs) if n.op == "call_function" else None for n in nodes)
         index = {node: i for i, node in enumerate(nodes)}
         same_as = _number_values(nodes, facts, index, [o for o in outputs if isinstance(o, fx.Node)])
         inputs = tuple(_distinct_inputs(node, index, same_as) for node in nodes)

@@ -1,77 +1,77 @@
-"""Prices per byte at which the cheapest cut changes, found by looking between cuts that differ.
+"""The cheapest cuts at rising prices per kept byte: the lower convex hull of time against bytes.
 
-Raising the price of a kept byte walks the lower convex hull of time against bytes. The hull has too many corners to
-visit them all; what is looked at next is the widest gap in kept bytes.
+Two cuts that are neighbours as far as is known cost the same at one price: the slope between them. Cutting at that
+price gives a cut between the two, or shows that there is none (Eisner and Severance, 1976). The hull may have many
+corners; what is looked into next is the widest gap in kept bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
 from .flow import FlowProblem
-from .min_cut import Cut
+from .min_cut import Choice
 
-NUM_CUTS = 12
+NUM_CUTS = 16
 """How many cuts are made at most."""
 
 SMALLEST_GAP = 0.02
 """Gaps below this part of the widest choice are not looked into."""
 
-CLOSE = 1.2
-"""Prices this close together are not looked between: what flips there flips all at once."""
-
-START = (0.0, 1.0, 32.0, 1e9)
-"""Prices to begin with, as multiples of what moving a byte out and back costs; the last one keeps only what must be."""
+DEAREST = 1e9
+"""The last price, as a multiple of what moving a byte out and back costs: it keeps only what must be kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rung:
     """A cut at one price."""
 
-    multiple: float
-    cut: Cut
     saved: tuple[int, ...]
     """The values that it keeps."""
-    saved_bytes: int
+    priced_bytes: int
+    """The bytes of those that have a price."""
+    ticks: int
+    """What it costs without the price of bytes."""
 
 
-def ladder(problem: FlowProblem, kept: Collection[int] = ()) -> tuple[Rung, ...]:
-    """Cut at rising prices, `kept` values being there for nothing; the first keeps most, the last least."""
-    rungs = [_rung(problem, multiple, kept) for multiple in START]
-    smallest = SMALLEST_GAP * max(rung.saved_bytes for rung in rungs)
-    closed: set[float] = set()
-    while len(rungs) < NUM_CUTS:
+def ladder(problem: FlowProblem, kept: Collection[int] = (), unpriced: Collection[int] = ()) -> tuple[Rung, ...]:
+    """Cut at rising prices; the first keeps most, the last least.
+
+    `kept` values are there for nothing; `unpriced` ones cost what they cost where memory is not short.
+    """
+    unpriced = frozenset(unpriced)
+    rungs = [_rung(problem, price, kept, unpriced) for price in (0.0, DEAREST * problem.move_ticks_per_byte)]
+    smallest = SMALLEST_GAP * max(rung.priced_bytes for rung in rungs)
+    closed: set[int] = set()
+    """Kept bytes of rungs that have no cut between them and the next one."""
+    for _ in range(NUM_CUTS - len(rungs)):
         gaps = [
-            (low.saved_bytes - high.saved_bytes, -k)
-            for k, (low, high) in enumerate(pairwise(rungs))
-            if low.multiple not in closed and low.saved_bytes - high.saved_bytes > smallest
+            (more.priced_bytes - less.priced_bytes, -k)
+            for k, (more, less) in enumerate(pairwise(rungs))
+            if more.priced_bytes not in closed and more.priced_bytes - less.priced_bytes > smallest
         ]
         if not gaps:
             break
         k = -max(gaps)[1]
-        low, high = rungs[k], rungs[k + 1]
-        middle = _rung(problem, _between(low.multiple, high.multiple), kept)
-        if low.multiple and high.multiple < CLOSE * low.multiple:
-            closed.add(low.multiple)
-        rungs.insert(k + 1, middle)
+        more, less = rungs[k], rungs[k + 1]
+        slope = (less.ticks - more.ticks) / (more.priced_bytes - less.priced_bytes)
+        middle = _rung(problem, slope, kept, unpriced)
+        if less.priced_bytes < middle.priced_bytes < more.priced_bytes:
+            rungs.insert(k + 1, middle)
+        else:
+            closed.add(more.priced_bytes)
     return tuple(rungs)
 
 
 def keep_least(problem: FlowProblem) -> tuple[int, ...]:
     """The values that are kept however dear a byte is."""
-    return _rung(problem, START[-1], ()).saved
+    return _rung(problem, DEAREST * problem.move_ticks_per_byte, (), frozenset()).saved
 
 
-def _between(low: float, high: float) -> float:
-    if low == 0.0:
-        return high / 16
-    return low * 16 if high > 256 * low else math.sqrt(low * high)
-
-
-def _rung(problem: FlowProblem, multiple: float, kept: Collection[int]) -> Rung:
-    cut = problem.cut(multiple * problem.move_ticks_per_byte, kept)
-    saved = tuple(problem.value_of[i] for i in problem.saved(cut))
-    return Rung(multiple, cut, saved, sum(problem.num_bytes(v) for v in saved))
+def _rung(problem: FlowProblem, ticks_per_byte: float, kept: Collection[int], unpriced: frozenset[int]) -> Rung:
+    cut = problem.cut(ticks_per_byte, kept, unpriced)
+    saved = tuple(v for v, choice in enumerate(cut.choices) if choice is Choice.SAVE)
+    priced = [problem.num_bytes(v) for v in saved if v not in unpriced and v not in kept]
+    return Rung(saved, sum(priced), cut.price - sum(round(ticks_per_byte * num_bytes) for num_bytes in priced))

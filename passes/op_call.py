@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from .op_facts import OpFacts, facts_of
+from .op_facts import OpFacts, facts_of_call
 from .torch_private import symbol_hint
 
 UNBACKED_SIZE = 4096
@@ -53,8 +53,8 @@ class OpCall:
 
     @property
     def facts(self) -> OpFacts:
-        """What is known of the operator."""
-        return facts_of(self.target)
+        """What is known of the call."""
+        return facts_of_call(self.target, self.args, dict(self.kwargs))
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -8,13 +8,13 @@ asks `facts_of(target)`; no other module compares operator names.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from .torch_private import HigherOrderOperator, OpOverload, effectful_operators, functional_operators
 
@@ -28,6 +28,7 @@ class Kind(Enum):
     SLOW_TRANSCENDENTAL = "element by element, a hundred instructions each or more"
     GATHER = "element by element with indirect reads"
     REDUCTION = "reads more than it writes; ends a fusion"
+    SLOW_REDUCTION = "the same, in many passes where a kernel of its own does it"
     MATMUL = "matrix product, convolution or attention"
     RANDOM = "draws random numbers"
     OTHER = "unknown, runs as a kernel of its own"
@@ -101,12 +102,16 @@ _MATMULS = _names(
 _REDUCTIONS = _names(
     """
     sum mean var var_mean std std_mean amax amin max min prod any all norm linalg_vector_norm logsumexp _softmax
-    _log_softmax native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit
-    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training batch_norm_with_update
-    _batch_norm_with_update _batch_norm_with_update_functional _fused_rms_norm cudnn_batch_norm nll_loss_forward
-    nll_loss2d_forward cumsum cumprod logcumsumexp count_nonzero avg_pool2d avg_pool3d _adaptive_avg_pool2d
-    _adaptive_avg_pool3d aminmax mse_loss l1_loss prims::sum prims::amax prims::amin prims::prod prims::var
-    prims::xor_sum
+    _log_softmax native_layer_norm native_group_norm _native_batch_norm_legit_no_training _fused_rms_norm
+    cudnn_batch_norm nll_loss_forward nll_loss2d_forward cumsum cumprod logcumsumexp count_nonzero avg_pool2d
+    avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d aminmax mse_loss l1_loss prims::sum prims::amax prims::amin
+    prims::prod prims::var prims::xor_sum
+    """
+)
+_SLOW_REDUCTIONS = _names(
+    """
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional batch_norm_with_update
+    _batch_norm_with_update _batch_norm_with_update_functional
     """
 )
 _TRANSCENDENTALS = _names(
@@ -195,20 +200,20 @@ def facts_of(target: Any) -> OpFacts:
     return OpFacts(Kind.FREE)
 
 
-def facts_of_call(node: fx.Node) -> OpFacts:
-    """Look up what is known of a call_function node, its arguments considered."""
-    facts, op = facts_of(node.target), node.target
-    if facts.is_random and isinstance(op, OpOverload) and _drops_nothing(op, node):
-        return replace(facts, is_random=False, kind=_kind_of(op, op._schema.name))
+def facts_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpFacts:
+    """Look up what is known of a call, its arguments considered."""
+    facts = facts_of(target)
+    if facts.is_random and isinstance(target, OpOverload) and _drops_nothing(target, args, kwargs):
+        return replace(facts, is_random=False)
     return facts
 
 
-def _drops_nothing(op: OpOverload[..., Any], node: fx.Node) -> bool:
+def _drops_nothing(op: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True for an attention op without dropout, which draws no numbers although it could."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given: Any = node.kwargs.get("dropout_p", argument.default_value)
-            return bool((node.args[position] if position < len(node.args) else given) == 0.0)
+            given: Any = kwargs.get("dropout_p", argument.default_value)
+            return bool((args[position] if position < len(args) else given) == 0.0)
     return False
 
 
@@ -222,7 +227,7 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
     is_random = torch.Tag.nondeterministic_seeded in op.tags and name not in _SEEDED and name not in _SEEDS
     is_view = _returns_view(op)
     return OpFacts(
-        kind=Kind.FREE if is_view else Kind.RANDOM if is_random else _kind_of(op, name),
+        kind=Kind.FREE if is_view else _kind_of(op, name),
         is_view=is_view,
         is_random=is_random,
         draws_seed=name in _SEEDS,
@@ -249,6 +254,7 @@ def _kind_of(op: OpOverload[..., Any], name: str) -> Kind:
     for names, kind in (
         (_MATMULS, Kind.MATMUL),
         (_REDUCTIONS, Kind.REDUCTION),
+        (_SLOW_REDUCTIONS, Kind.SLOW_REDUCTION),
         (_TRANSCENDENTALS, Kind.TRANSCENDENTAL),
         (_SLOW_TRANSCENDENTALS, Kind.SLOW_TRANSCENDENTAL),
         (_GATHERS, Kind.GATHER),
@@ -256,7 +262,7 @@ def _kind_of(op: OpOverload[..., Any], name: str) -> Kind:
     ):
         if name in names:
             return kind
-    if name in _SEEDED:
+    if name in _SEEDED or torch.Tag.nondeterministic_seeded in op.tags:
         return Kind.RANDOM
     if torch.Tag.pointwise in op.tags:
         return Kind.POINTWISE

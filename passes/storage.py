@@ -21,11 +21,19 @@ from .op_facts import Kind
 from .symbols import Sizes
 
 FUSED_KINDS = frozenset(
-    {Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL, Kind.GATHER, Kind.REDUCTION, Kind.FREE}
+    {
+        Kind.POINTWISE,
+        Kind.TRANSCENDENTAL,
+        Kind.SLOW_TRANSCENDENTAL,
+        Kind.GATHER,
+        Kind.REDUCTION,
+        Kind.SLOW_REDUCTION,
+        Kind.FREE,
+    }
 )
 """Ops that a compiler makes part of a loop; all others are kernels of their own, which read and write memory."""
 
-INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION}
+INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.SLOW_REDUCTION}
 """Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
 
 

@@ -75,7 +75,7 @@ def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
     _check_writes(graph, backward)
     for node in backward:
         if COPY_TAG in node.meta and node.op == "call_function":
-            op = facts_of_call(node)
+            op = facts_of_call(node.target, node.args, node.kwargs)
             is_drawn_anew = op.is_random and preserves_rng_state(node)
             if is_drawn_anew or op.draws_seed or op.runs_once:
                 raise VerificationError(

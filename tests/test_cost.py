@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from joints import capture, named
-from remat.passes.cost import Callback, Flops, Machine, Roofline, flops_of, price, ticks
+from remat.passes.cost import SLOW_PASSES, Callback, Flops, Machine, Roofline, flops_of, price, ticks
 from remat.passes.errors import OptionError, RematError
-from remat.passes.op_call import OpCall, call_of
+from remat.passes.op_call import OpCall, TensorSpec, call_of
+from remat.passes.op_facts import Kind
 from torch.utils.flop_counter import flop_registry
 
 from remat.calibration import Profile
@@ -58,6 +59,32 @@ def test_matrix_product_is_priced_by_its_flops(graph) -> None:
     slow = machine(flops=1.0, num_bytes=1e30)
     assert Roofline(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
     assert Flops(slow).recompute_seconds(call) == 2 * 8 * 16 * 16
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_is_priced_by_its_flops_whether_it_draws_numbers_or_not(dropout: float) -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    query = TensorSpec((2, 4, 32, 8), (1024, 256, 8, 1), torch.float32, "cpu")
+    call = OpCall(
+        op, (query, query, query, dropout), (), (query, TensorSpec((2, 4, 32), (128, 32, 1), torch.float32, "cpu"))
+    )
+    assert flops_of(call) == 2 * (2 * 2 * 4 * 32 * 32 * 8)
+    assert call.facts.kind is Kind.MATMUL
+    assert call.facts.is_random is (dropout > 0)
+    slow = machine(flops=1.0, num_bytes=1e30)
+    assert Roofline(slow).recompute_seconds(call) == flops_of(call)
+    # What draws numbers is not timed: that would move the user's generator.
+    assert (Profile(slow).recompute_seconds(call) == flops_of(call)) is (dropout > 0)
+
+
+def test_batch_normalisation_of_its_own_takes_many_passes() -> None:
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        return (torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False) * x).sum()
+
+    graph = capture(normalised, torch.randn(8, 4, 6, 6, requires_grad=True)).classify()
+    call = next(call_of(n) for n in graph.nodes if "batch_norm" in str(n.target) and "backward" not in str(n.target))
+    alone, fused = Roofline(MACHINE, fuses=False), Roofline(MACHINE, fuses=True)
+    assert alone.recompute_seconds(call) == pytest.approx(SLOW_PASSES["cpu"] * fused.recompute_seconds(call))
 
 
 def test_half_precision_counts_double() -> None:
