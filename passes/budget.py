@@ -8,12 +8,11 @@ peak fits is taken, so a budget never gives a plan that is slower than the plain
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
-from .chain_planner import Chain, ChainProgramme
+from .chain_planner import Chain, ChainProgramme, Script, write
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
@@ -95,7 +94,9 @@ class Planner:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.storages = problem, storages
-        self._cuts_beyond: dict[int, tuple[tuple[Rung, Offer], ...]] = {}
+        self._ladders: dict[int, tuple[Rung, ...]] = {}
+        self._keepers: dict[frozenset[int], Offer] = {}
+        self._followers: dict[Script, Offer] = {}
 
     @cached_property
     def fastest(self) -> Offer:
@@ -125,7 +126,7 @@ class Planner:
     @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:
         """The plain cut at rising prices per byte."""
-        return tuple(self._offer(self._keeping(rung.saved), "cut") for rung in ladder(self.problem)[1:])
+        return tuple(self._keeping(rung.saved) for rung in self.ladder_beyond(-1)[1:])
 
     @cached_property
     def last_stages(self) -> tuple[int, ...]:
@@ -141,17 +142,16 @@ class Planner:
                 last[u] = max(last[u], last[v])
         return tuple(last)
 
-    def cuts_beyond(self, stage: int) -> tuple[tuple[Rung, Offer], ...]:
-        """The plain cut at rising prices for bytes that are still kept after a stage of backward.
+    def ladder_beyond(self, stage: int) -> tuple[Rung, ...]:
+        """Cuts at rising prices for bytes that are still kept after a stage of backward.
 
         If the peak is there, what is used up by then takes no memory that anything else could have: whether it is kept
         or computed again just before, it is there.
         """
-        if stage not in self._cuts_beyond:
-            used_up = [v for v, last in enumerate(self.last_stages) if last <= stage]
-            rungs = ladder(self.problem, unpriced=used_up)
-            self._cuts_beyond[stage] = tuple((rung, self._offer(self._keeping(rung.saved), "cut")) for rung in rungs)
-        return self._cuts_beyond[stage]
+        if stage not in self._ladders:
+            used_up = [v for v, last in enumerate(self.last_stages) if last <= stage] if stage >= 0 else ()
+            self._ladders[stage] = ladder(self.problem, unpriced=used_up)
+        return self._ladders[stage]
 
     def within_safely(self, budget_bytes: int) -> Offer | None:
         """The same with a margin for what the simulator cannot know of a compiler; without, if that is too little."""
@@ -172,7 +172,7 @@ class Planner:
 
     def _offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self.without_recompute
-        yield from self.dearer_cuts
+        yield from (self._keeping(r.saved) for r in self.ladder_beyond(-1) if r.priced_bytes <= budget_bytes)
         yield from self._chain_offers(budget_bytes)
 
     def _cuts_at_the_peak(self, offers: Sequence[Offer], budget_bytes: int) -> Iterator[Offer]:
@@ -181,31 +181,34 @@ class Planner:
         best = min(offers, key=lambda o: _by_excess(o, budget_bytes))
         while len(tried) < STAGES_TRIED and (stage := self._peak_stage(best)) not in tried:
             tried.add(stage)
-            cuts = self.cuts_beyond(stage)
-            yield from (offer for _, offer in cuts)
-            for (more, above), (less, below) in pairwise(cuts):
-                if below.peak_bytes <= budget_bytes < above.peak_bytes:
-                    yield from self._mixed(more.saved, less.saved, budget_bytes)
-            best = min((offer for _, offer in cuts), key=lambda o: _by_excess(o, budget_bytes))
+            found = list(self._mixed(self.ladder_beyond(stage), budget_bytes))
+            yield from found
+            best = min(found, key=lambda o: _by_excess(o, budget_bytes))
 
-    def _mixed(self, more: Sequence[int], less: Sequence[int], budget_bytes: int) -> Iterator[Offer]:
-        """Keep more of the end of forward and less of its beginning, as much more as fits.
+    def _mixed(self, rungs: Sequence[Rung], budget_bytes: int) -> Iterator[Offer]:
+        """Find the cuts between which a budget lies; keep more at the end of forward, less at its beginning.
 
         Equal layers change sides of a cut all at the same price. What is kept of late ones is free again first.
         """
+        low, high = 0, len(rungs) - 1
+        while low < high:
+            middle = (low + high) // 2
+            offer = self._keeping(rungs[middle].saved)
+            yield offer
+            low, high = (low, middle) if offer.peak_bytes <= budget_bytes else (middle + 1, high)
+        yield self._keeping(rungs[low].saved)
+        if low:
+            yield from self._between(rungs[low - 1].saved, rungs[low].saved, budget_bytes)
+
+    def _between(self, more: Sequence[int], less: Sequence[int], budget_bytes: int) -> Iterator[Offer]:
         places = sorted({*more, *less})
         low, high = 0, len(places)
         while low < high:
             middle = (low + high) // 2
             place = places[middle]
-            offer = self._offer(
-                self._keeping([*(v for v in less if v < place), *(v for v in more if v >= place)]), "cut"
-            )
+            offer = self._keeping([*(v for v in less if v < place), *(v for v in more if v >= place)])
             yield offer
-            if offer.peak_bytes <= budget_bytes:
-                high = middle
-            else:
-                low = middle + 1
+            low, high = (low, middle) if offer.peak_bytes <= budget_bytes else (middle + 1, high)
 
     def _peak_stage(self, offer: Offer) -> int:
         simulation = offer.simulation
@@ -219,7 +222,7 @@ class Planner:
         low, high = 0, len(levels) - 1
         while low <= high:
             middle = high if low == 0 and high == len(levels) - 1 else (low + high) // 2
-            offer = self._offer(programme.schedule(levels[middle]), "chain")
+            offer = self._following(programme.script(levels[middle]))
             yield offer
             if offer.peak_bytes <= budget_bytes:
                 low = middle + 1
@@ -233,16 +236,27 @@ class Planner:
         for _ in range(ROUNDS_TO_MINIMUM):
             programme = ChainProgramme(self.chain, best.peak_bytes)
             levels = _spread(programme.feasible_levels)
-            offers = [self._offer(programme.schedule(level), "chain") for level in levels]
+            offers = [self._following(programme.script(level)) for level in levels]
             lower = min((best, *offers), key=_by_peak)
             if lower is best:
                 break
             best = lower
         return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
-    def _keeping(self, values: Sequence[int]) -> Schedule:
-        problem = self.problem
-        return schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in values])
+    def _keeping(self, values: Iterable[int]) -> Offer:
+        """Keep some values, and recompute what else is needed once, when it is needed."""
+        kept = frozenset(values)
+        if kept not in self._keepers:
+            problem = self.problem
+            saved = [problem.bases[v] for v in sorted(kept)]
+            self._keepers[kept] = self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
+        return self._keepers[kept]
+
+    def _following(self, script: Script) -> Offer:
+        """Do as the chain planner says."""
+        if script not in self._followers:
+            self._followers[script] = self._offer(write(self.chain, script), "chain")
+        return self._followers[script]
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
         simulation = simulate(self.problem.graph, self.storages, schedule)

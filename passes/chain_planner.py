@@ -339,9 +339,9 @@ class ChainProgramme:
         first = next((level for level, ticks in enumerate(self.top_ticks) if ticks < INFEASIBLE), self.num_levels)
         return range(min(first + start, self.num_levels), self.num_levels)
 
-    def schedule(self, level: int) -> Schedule:
-        """The schedule that it proposes for a level of memory."""
-        return _Writer(self).write(level - self._steps(self.constant))
+    def script(self, level: int) -> Script:
+        """What it proposes for a level of memory; different levels may give the same."""
+        return _Teller(self).tell(level - self._steps(self.constant))
 
     def top_choice(self, i: int, level: int) -> Keep | Skip:
         """What to do with block i during the first run of forward."""
@@ -366,24 +366,31 @@ class ChainProgramme:
         return level - self._steps(self.new_bytes[i][to])
 
 
-class _Writer:
-    """Turns the programme's choices into an order of nodes."""
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is kept of forward, and what backward does, block by block."""
+
+    saved: frozenset[int]
+    acts: tuple[Act, ...]
+
+
+Act = int | frozenset[int] | None
+"""Undo a block; recompute values and hold on to them; or let go of what was held last."""
+
+
+class _Teller:
+    """Turns the programme's choices into a script."""
 
     def __init__(self, programme: ChainProgramme) -> None:
         self.programme, self.chain = programme, programme.chain
-        self.held: list[frozenset[int]] = []
-        """Values that stretches in progress keep for later, innermost last."""
+        self.acts: list[Act] = []
 
-    def write(self, level: int) -> Schedule:
-        """Write the whole step."""
-        problem = self.chain.problem
+    def tell(self, level: int) -> Script:
+        """Tell the whole step."""
         trail = self._first_run(level)
-        saved = {v for values, _, _ in trail for v in values} | self.chain.always
-        legal = sorted(problem.bases[v] for v in saved if problem.constraint(v).no_save is None)
-        self.writer = ScheduleWriter(problem.graph, problem.constraints, legal)
         for _, stretch, level in reversed(trail):
             self._undo(*stretch, level)
-        return self.writer.finish()
+        return Script(self.chain.always.union(*(values for values, _, _ in trail)), tuple(self.acts))
 
     def _first_run(self, level: int) -> list[tuple[frozenset[int], tuple[int, int], int]]:
         """Walk forward once: what is kept, and the stretches to undo from the last to the first."""
@@ -405,20 +412,46 @@ class _Writer:
     def _undo(self, i: int, j: int, level: int) -> None:
         """Undo the blocks i..j, given what crosses into i; run them again as the programme says."""
         if i == j:
-            self._run(self.chain.blocks[i].backward)
+            self.acts.append(i)
             return
         choice = self.programme.choice(i, j, level)
         if isinstance(choice, Skip):
-            self._run_again(self.chain.crossing_into(choice.to))
+            self.acts.append(self.chain.crossing_into(choice.to))
             self._undo(choice.to, j, self.programme.after_skip(i, choice.to, level))
-            self.held.pop()
+            self.acts.append(None)
             self._undo(i, choice.to - 1, level)
             return
         option = self.chain.options[i][choice.option]
-        self._run_again(option.saved | self.chain.blocks[i].crossing)
+        self.acts.append(option.saved | self.chain.blocks[i].crossing)
         self._undo(i + 1, j, self.programme.after_keep(i, choice.option, level))
-        self.held.pop()
-        self._run(self.chain.blocks[i].backward)
+        self.acts += [None, i]
+
+
+def write(chain: Chain, script: Script) -> Schedule:
+    """Turn a script into an order of nodes."""
+    return _Writer(chain, script.saved).write(script.acts)
+
+
+class _Writer:
+    """Runs nodes as a script says."""
+
+    def __init__(self, chain: Chain, saved: Iterable[int]) -> None:
+        problem = chain.problem
+        legal = sorted(problem.bases[v] for v in saved if problem.constraint(v).no_save is None)
+        self.chain, self.writer = chain, ScheduleWriter(problem.graph, problem.constraints, legal)
+        self.held: list[frozenset[int]] = []
+        """Values that stretches in progress keep for later, innermost last."""
+
+    def write(self, acts: Iterable[Act]) -> Schedule:
+        """Write the whole step."""
+        for act in acts:
+            if act is None:
+                self.held.pop()
+            elif isinstance(act, int):
+                self._run(self.chain.blocks[act].backward)
+            else:
+                self._run_again(act)
+        return self.writer.finish()
 
     def _run_again(self, values: frozenset[int]) -> None:
         """Recompute values and hold on to them."""
