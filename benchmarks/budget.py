@@ -4,11 +4,12 @@
     python benchmarks/budget.py --models llama,unet --inner aot_eager --quick
 
 Every model and inner compiler is measured in a process of its own. There remat compiles the step without a budget, for
-fractions of the peak without recomputation, and for the lowest peak it finds; the peers are eager, eager with
-torch.utils.checkpoint around every layer, and torch.compile with its own activation_memory_budget (with inductor).
-remat is then given each peer's measured peak as its budget. All steps are timed in turns, by processor time: other
-processes disturb it less, and with one thread it is the time of the step. Gradients of every cell are
-compared with those of the same compiler without remat: bit for bit with aot_eager, up to rounding with inductor.
+fractions of the peak without recomputation, and for the lowest peak it finds; the peers are eager, every layer in
+torch.utils.checkpoint, in eager and compiled by the same compiler, and torch.compile with its own
+activation_memory_budget (with inductor). remat is then given each peer's measured peak as its budget. All steps are
+timed in turns, by processor time: other processes disturb it less, and with one thread it is the time of the step.
+Gradients of every cell are compared with those of the same compiler without remat: bit for bit with aot_eager, up to
+rounding with inductor.
 
 A cell is marked OVER if its measured peak exceeds its budget by more than 2 %. The last lines say which of the criteria
 are met. --quick measures peaks only, for few budgets.
@@ -131,6 +132,13 @@ class Bench:
         with torch._functorch.config.patch(activation_memory_budget=fraction):
             return self._measure(Cell("torch", f"{fraction:g}"), step, self.params)
 
+    def checkpointed(self, built: zoo.Built) -> Cell:
+        """Measure torch.utils.checkpoint around every layer, compiled as remat is."""
+        self.say(f"{CHECKPOINT}, compiled")
+        compiled = torch.compile(_own_code(_step_of(built, self.batch)), fullgraph=True, backend=self.inner)
+        params = list(built.model.parameters())
+        return self._measure(Cell("torch", CHECKPOINT), lambda: compiled(), params)
+
     def remat(self, label: str, memory_budget: float | int | None, rival: str = "") -> Cell:
         """Measure remat for a budget; a budget of 1024 bytes stands for the lowest peak there is."""
         self.say(f"remat, {label}")
@@ -165,8 +173,7 @@ class Bench:
             name = f"{cell.side} {cell.label}"
             if name not in steps or baseline not in steps:
                 continue
-            rival = f"{'eager' if cell.rival == CHECKPOINT else 'torch'} {cell.rival}"
-            rival_ratio = times.cpu_median_of_ratios(name, rival) if cell.rival else None
+            rival_ratio = times.cpu_median_of_ratios(name, cell.rival) if cell.rival else None
             self.cells[number] = with_times(cell, times.cpu_median_of_ratios(name, baseline), rival_ratio)
 
     def _compile(self, **kwargs: Any) -> Step:
@@ -226,13 +233,14 @@ def measure_model(name: str, inner: str, arguments: argparse.Namespace, say: Cal
         bench.remat(f"{fraction:g}", fraction)
     bench.remat(MINIMUM, 1024)
     whole = bench.eager(EAGER, bench.built)
-    peers = [bench.eager(CHECKPOINT, checkpointed(name, arguments.size))]
+    layered = checkpointed(name, arguments.size)
+    peers = [bench.eager(CHECKPOINT, layered), bench.checkpointed(layered)]
     if inner == "inductor":
         peers += [bench.torch(fraction) for fraction in arguments.torch_budgets]
     for peer in peers:
         # With inductor, checkpointing in eager is another engine: its peak is shown, its time proves nothing.
         if peer.measured_bytes is not None and (peer.side == "torch" or inner == "aot_eager"):
-            bench.remat(f"at {peer.side} {peer.label}", peer.measured_bytes, rival=peer.label)
+            bench.remat(f"at {peer.name}", peer.measured_bytes, rival=peer.name)
     if not arguments.quick:
         bench.time(arguments.rounds, arguments.threads)
     say("done")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Cell:
     """One way to run a model's step."""
 
     side: str
-    """"remat", "torch" (torch.compile with its own budget) or "eager"."""
+    """"remat", "torch" (torch.compile with its own budget, or of checkpointed layers) or "eager"."""
     label: str
     budget_bytes: int | None = None
     """The bound that was asked for; None if there was none, or if it could not be met on purpose."""
@@ -46,9 +46,14 @@ class Cell:
     time_ratio: float | None = None
     """Step time over that of remat without a budget."""
     rival: str = ""
-    """Label of the peer whose measured peak is this cell's budget."""
+    """Name of the peer whose measured peak is this cell's budget."""
     rival_ratio: float | None = None
     """Step time over that peer's."""
+
+    @property
+    def name(self) -> str:
+        """Side and label."""
+        return f"{self.side} {self.label}"
 
     @property
     def over_budget(self) -> float | None:
@@ -171,7 +176,7 @@ def _lower(sheets: Sequence[Sheet]) -> Iterator[Verdict]:
     of_checkpoint, of_torch, num_budgets = [], [], []
     for sheet in sheets:
         minimum, checkpoint = sheet.find("remat", MINIMUM), sheet.find("eager", CHECKPOINT)
-        theirs = [cell.measured_bytes for cell in sheet.of("torch") if cell.measured_bytes]
+        theirs = [c.measured_bytes for c in sheet.of("torch") if c.measured_bytes and c.label != CHECKPOINT]
         if minimum and checkpoint and sheet.inner == "aot_eager":
             of_checkpoint.append((minimum.measured_bytes / checkpoint.measured_bytes, _where(sheet, minimum)))
         if minimum and theirs:
@@ -184,14 +189,9 @@ def _lower(sheets: Sequence[Sheet]) -> Iterator[Verdict]:
 
 
 def _faster(sheets: Sequence[Sheet]) -> Iterator[Verdict]:
-    of_torch, of_checkpoint = [], []
-    for sheet in sheets:
-        for cell in sheet.of("remat"):
-            if not cell.rival or not (cell.rival_ratio or cell.error):
-                continue
-            # A plan that is not found is as bad as one that takes forever.
-            ratio = cell.rival_ratio if cell.rival_ratio else math.inf
-            (of_checkpoint if cell.rival == CHECKPOINT else of_torch).append((ratio, _where(sheet, cell)))
+    of_eager = _rival_ratios(sheets, lambda rival: rival == f"eager {CHECKPOINT}")
+    of_checkpoint = _rival_ratios(sheets, lambda rival: rival == f"torch {CHECKPOINT}")
+    of_torch = _rival_ratios(sheets, lambda rival: rival.startswith("torch") and rival != f"torch {CHECKPOINT}")
     text = "step time over torch.compile's at its own peaks"
     if of_torch:
         mean = geometric_mean(ratio for ratio, _ in of_torch)
@@ -200,7 +200,18 @@ def _faster(sheets: Sequence[Sheet]) -> Iterator[Verdict]:
     else:
         yield Verdict("Faster", f"{text}, geometric mean <= {MAX_TIME_GEOMEAN:g}", None)
     yield _at_most("Faster", text, of_torch, MAX_TIME_EACH)
-    yield _at_most("Faster", "step time over eager checkpointing's at its peak", of_checkpoint, MAX_TIME_OF_CHECKPOINT)
+    for whose, ratios in (("compiled", of_checkpoint), ("eager", of_eager)):
+        yield _at_most("Faster", f"step time over {whose} checkpointing's at its peak", ratios, MAX_TIME_OF_CHECKPOINT)
+
+
+def _rival_ratios(sheets: Sequence[Sheet], is_meant: Callable[[str], bool]) -> list[tuple[float, str]]:
+    """Step times over some rivals' at their peaks; a plan that is not found is as bad as one that takes forever."""
+    return [
+        (cell.rival_ratio or math.inf, _where(sheet, cell))
+        for sheet in sheets
+        for cell in sheet.of("remat")
+        if cell.rival and is_meant(cell.rival) and (cell.rival_ratio or cell.error)
+    ]
 
 
 def _quick(planning: Planning | None) -> Iterator[Verdict]:
