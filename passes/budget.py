@@ -7,6 +7,7 @@ peak fits is taken, so a budget never gives a plan that is slower than the plain
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ class Budget:
     def when_infeasible(self, planner: Planner, budget_bytes: int) -> Offer:
         """Fall back on the lowest plan with a warning, or raise an error that says how low one can get."""
         lowest = planner.lowest
-        if lowest.peak_bytes <= budget_bytes:
+        if planner.promised_bytes(lowest) <= budget_bytes:
             return lowest
-        message = explain_minimum(self.text, budget_bytes, planner.problem, lowest)
+        message = explain_minimum(self.text, budget_bytes, planner.problem, lowest, planner.promised_bytes(lowest))
         if not self.take_minimum:
             raise InfeasibleBudget(message)
         warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
@@ -154,9 +155,17 @@ class Planner:
         return self._ladders[stage]
 
     def within_safely(self, budget_bytes: int) -> Offer | None:
-        """The same with a margin for what the simulator cannot know of a compiler; without, if that is too little."""
-        safe = self.within(int((1 - FUSION_MARGIN) * budget_bytes)) if any(self.storages.is_fused) else None
-        return safe or self.within(budget_bytes)
+        """The same with a margin for what the simulator cannot know of a compiler."""
+        return self.within(int((1 - self.margin) * budget_bytes))
+
+    @property
+    def margin(self) -> float:
+        """What is left free of a budget."""
+        return FUSION_MARGIN if any(self.storages.is_fused) else 0.0
+
+    def promised_bytes(self, offer: Offer) -> int:
+        """The smallest budget that a schedule keeps within for certain."""
+        return math.ceil(offer.peak_bytes / (1 - self.margin))
 
     def within(self, budget_bytes: int) -> Offer | None:
         """The fastest schedule found whose peak fits; None if none does."""
@@ -293,16 +302,20 @@ LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'
 """What a compiled program can ask for instead of an error; a region outside of one has no such option."""
 
 
-def explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer) -> str:
+def explain_minimum(
+    text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer, promised_bytes: int | None = None
+) -> str:
     """Say how low the peak can get, which op sets it, what is alive there, and who insists on keeping it."""
     simulation, graph = lowest.simulation, problem.graph
+    least = promised_bytes or lowest.peak_bytes
+    beyond = "" if least == lowest.peak_bytes else f", to which the compiler may add {FUSION_MARGIN:.0%}"
     moment = simulation.peak_moment
     node = graph.nodes[simulation.order[moment]]
     source = source_line(node.stack_trace or "")
     alive = simulation.alive_at(moment)
     lines = [
         f"memory_budget={text}: that is {mib(budget_bytes)}, but the lowest activation peak found is "
-        f"{mib(lowest.peak_bytes)} ({lowest.peak_bytes} bytes).",
+        f"{mib(lowest.peak_bytes)} ({lowest.peak_bytes} bytes){beyond}.",
         f"It is set by `{node.name}` ({node.target}) in {'forward' if moment < simulation.num_forward else 'backward'}"
         + (f", {source}" if source else "")
         + ", where these are alive:",
@@ -312,7 +325,7 @@ def explain_minimum(text: str, budget_bytes: int, problem: FlowProblem, lowest: 
     if insisted:
         lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
     lines.append(
-        f"Give at least {lowest.peak_bytes} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
+        f"Give at least {least} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
         "smaller batches lower it, too."
     )
     return "\n".join(lines)

@@ -135,7 +135,8 @@ class Chain:
         starts = [self.problem.bases[block.values[0]] if block.values else 0 for block in self.blocks]
         moments, k = [], 0
         for i in schedule.forward:
-            while k + 1 < len(starts) and i >= starts[k + 1]:
+            # What only backward needs runs as soon as it can, so it belongs to the block that is at work.
+            while self.problem.graph.roles[i] is Role.FORWARD and k + 1 < len(starts) and i >= starts[k + 1]:
                 k += 1
             moments.append(k)
         block_of = {i: k for k, block in enumerate(self.blocks) for i in block.backward}

@@ -59,6 +59,8 @@ class OpFacts:
     """Turns tensor data into a Python number or a shape."""
     is_uninitialized: bool = False
     """Returns memory with nothing in it yet: two results are two buffers, however alike the calls."""
+    is_convolution: bool = False
+    """A convolution: compilers like its inputs in another layout than they come in."""
     has_body: bool = False
     """A higher-order operator: its arguments include graphs, whose facts count too."""
 
@@ -99,6 +101,7 @@ _MATMULS = _names(
     _cdist_forward grid_sampler_2d
     """
 )
+_CONVOLUTIONS = _names("convolution _convolution mkldnn_convolution")
 _REDUCTIONS = _names(
     """
     sum mean var var_mean std std_mean amax amin max min prod any all norm linalg_vector_norm logsumexp _softmax
@@ -237,6 +240,7 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_mutating=op._schema.is_mutable,
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,
         is_uninitialized=name in _UNINITIALIZED,
+        is_convolution=name in _CONVOLUTIONS,
         reads_data=name in _READS_DATA or torch.Tag.data_dependent_output in op.tags,
     )
 

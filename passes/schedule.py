@@ -21,7 +21,7 @@ class Schedule:
     """What forward and backward run, in order, and what backward receives from forward."""
 
     forward: tuple[int, ...]
-    """Node positions that forward runs, in graph order; inputs are not among them."""
+    """Node positions that forward runs, in order; inputs are not among them."""
     events: tuple[int, ...]
     """Node positions; a forward-side position means: recompute it here."""
     received: tuple[int, ...]
@@ -142,4 +142,14 @@ def _forward(graph: JointGraph, received: Sequence[int], replayed: frozenset[int
     for i in sorted(wanted):
         wanted.update(j for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT)
     wanted.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
-    return tuple(sorted(i for i in wanted if graph.nodes[i].op != "placeholder"))
+    return tuple(_as_early_as_possible(graph, sorted(i for i in wanted if graph.nodes[i].op != "placeholder")))
+
+
+def _as_early_as_possible(graph: JointGraph, order: Sequence[int]) -> list[int]:
+    """Move what is computed for backward alone to where its inputs are at hand: traced last, it would hold them."""
+    anchors: dict[int, int] = {}
+    for i in order:
+        op = graph.facts[i]
+        moves = graph.roles[i] is Role.EITHER and op is not None and op.is_pure
+        anchors[i] = max((anchors[j] for j in graph.inputs[i] if j in anchors), default=i) if moves else i
+    return sorted(order, key=lambda i: (anchors[i], i))

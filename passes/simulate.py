@@ -10,19 +10,25 @@ its result over an input that dies there, and both are guesses about a compiler,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-from .joint_graph import JointGraph
+from .joint_graph import JointGraph, Role
 from .schedule import Schedule
 from .storage import Storages, size_of
 from .symbols import terms_of
 
 GENERATOR_STATE_BYTES = 5056
 """What the state of a CPU generator takes; that of an accelerator takes less."""
+
+
+READS_IF_REUSED, MOST_READS = 4, 12
+"""How many buffers a loop's result may be made of before inductor writes it to memory: if several ops read it, and if
+one does (`realize_reads_threshold` and `realize_cpu_acc_reads_threshold` of its configuration, as they come)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +80,10 @@ def simulate(graph: JointGraph, storages: Storages, schedule: Schedule) -> Simul
     order = (*schedule.forward, *schedule.events)
     reads = _reads(graph, order)
     ends = _kept_to_the_end(graph, schedule, order)
-    has_memory = _written_to_memory(storages, order, reads, ends, schedule) if any(storages.is_fused) else None
+    has_memory = None
+    if any(storages.is_fused):
+        has_memory = _written_to_memory(storages, order, reads, ends, schedule)
+        _write_what_reads_much(graph, storages, order, reads, has_memory)
     return _Run(graph, storages, schedule, order, reads, has_memory).simulate(ends)
 
 
@@ -129,6 +138,24 @@ def _written_to_memory(
     return written
 
 
+def _write_what_reads_much(
+    graph: JointGraph, storages: Storages, order: Sequence[int], reads: Sequence[list[int]], written: list[bool]
+) -> None:
+    """Mark also what would make its readers read too many buffers each, such as a long sum that several ops read."""
+    users = Counter(source for sources in reads for source in dict.fromkeys(sources))
+    buffers: list[frozenset[int]] = []
+    """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
+    for moment, i in enumerate(order):
+        read = {moment}
+        if storages.base[i] >= 0 or (storages.is_inlined[i] and not written[moment]):
+            given = {-1 - j for j in graph.inputs[i] if graph.roles[j] is Role.INPUT}
+            read = given.union(*(buffers[source] for source in reads[moment]))
+            if len(read) > (READS_IF_REUSED if users[moment] > 1 else MOST_READS) and storages.base[i] < 0:
+                written[moment] = True
+                read = {moment}
+        buffers.append(frozenset(read))
+
+
 class _Run:
     """One pass over a step, with what it has allocated so far."""
 
@@ -164,7 +191,7 @@ class _Run:
         """Copies of inputs and of generators' states that forward keeps: counted all along, small as they are."""
         sizes, last = self.storages.sizes, len(self.order) - 1
         found = []
-        for i in sorted(self.schedule.copied):
+        for i in sorted(self.schedule.copied | self.storages.relaid.intersection(self.schedule.received)):
             value = self.graph.nodes[i].meta.get("val")
             num_bytes = sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
             found.append(Memory(i, num_bytes, 0, last, size_of(value, sizes)))

@@ -8,7 +8,7 @@ does not write is computed inside its readers' loops, so reading it means readin
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from .constraints import base_is_viewed
-from .joint_graph import JointGraph, Role
+from .joint_graph import JointGraph, Role, tensor_of
 from .op_facts import Kind
 from .symbols import Sizes
 
@@ -57,6 +57,8 @@ class Storages:
     """Has no memory where only fused nodes read it."""
     is_deferred: tuple[bool, ...]
     """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
+    relaid: frozenset[int]
+    """Inputs of the step that a compiler copies into another layout; it hands the copy to backward."""
 
 
 def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None) -> Storages:
@@ -79,7 +81,19 @@ def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None)
             for i, (kind, (base, _)) in enumerate(zip(kinds, shared, strict=True))
         ),
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
+        relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
     )
+
+
+def _relaid(graph: JointGraph) -> Iterator[int]:
+    """Images and filters that convolutions of forward read, unless their channels come last already."""
+    for i, op in enumerate(graph.facts):
+        if op is None or not op.is_convolution or graph.roles[i] is not Role.FORWARD:
+            continue
+        for j in graph.inputs[i]:
+            value = tensor_of(graph.nodes[j]) if graph.roles[j] is Role.INPUT else None
+            if value is not None and value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last):
+                yield j
 
 
 def _product_of_sum(node: fx.Node) -> fx.Node | None:
