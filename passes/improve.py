@@ -141,7 +141,8 @@ class Improver(Generic[J]):
         ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
         starts = [self.read(o.schedule) for o in ranked[:2]]
         if self._is_small:
-            starts.append(self._forgetful(offers, budget_bytes))
+            starts.append(self._best_kept(offers, budget_bytes, self._keep_plainly, 3 * NODES_SIMULATED // 4))
+            starts.append(self._best_kept(offers, budget_bytes, self._keep_only, NODES_SIMULATED // 2))
         filled = [self._fill(start, budget_bytes) for start in starts]
         annealed = self._anneal(filled, budget_bytes)
         return [*filled, *annealed]
@@ -163,30 +164,37 @@ class Improver(Generic[J]):
         """True if forgetting everything everywhere can be tried, and annealing pays."""
         return len(self.members) * len(self.roots) < LARGEST_TABLE
 
-    def _forgetful(self, offers: Sequence[J], budget_bytes: int) -> Candidate:
-        """Keep a few values, and forget all others after each stage: little memory, much time.
-
-        Which values are kept begins with what an offer keeps, and changes one by one as long as that helps.
-        """
+    def _best_kept(
+        self,
+        offers: Sequence[J],
+        budget_bytes: int,
+        keep: Callable[[frozenset[int]], Candidate],
+        nodes_kept: int,
+    ) -> Candidate:
+        """Choose which values to keep, by trying what offers keep and changing it one by one as long as that helps."""
         offered = [frozenset(f.value for f in self.read(o.schedule) if f.what is What.SAVED) for o in offers]
         starts = dict.fromkeys((*offered, *self._evenly_spaced(min(offered, key=len))))
-        tried = [(self._energy(self._try(self._keep_only(kept)), budget_bytes), k) for k, kept in enumerate(starts)]
+        tried = [(self._energy(self._try(keep(kept)), budget_bytes), k) for k, kept in enumerate(starts)]
         energy, k = min(tried)
         kept = list(starts)[k]
         values = [v for v in range(len(self.members)) if self._may_drop(v) and self._may_save(v)]
         swaps = [frozenset({v, w}) for v in values for w in values if v <= w]
         is_better = True
-        while is_better and self.nodes_left > NODES_SIMULATED // 2:
+        while is_better and self.nodes_left > nodes_kept:
             is_better = False
             for swap in sorted(swaps, key=len):
                 if len(swap) == 2 and len(swap & kept) != 1:
                     continue
-                changed = self._energy(self._try(self._keep_only(kept ^ swap)), budget_bytes)
+                changed = self._energy(self._try(keep(kept ^ swap)), budget_bytes)
                 if changed < energy:
                     kept, energy, is_better = kept ^ swap, changed, True
-                if self.nodes_left < NODES_SIMULATED // 2:
+                if self.nodes_left < nodes_kept:
                     break
-        return self._keep_only(kept)
+        return keep(kept)
+
+    def _keep_plainly(self, kept: frozenset[int]) -> Candidate:
+        """Keep a few values; recompute the others once."""
+        return frozenset(Fact(What.SAVED, v) for v in kept)
 
     def _evenly_spaced(self, always: frozenset[int]) -> Iterator[frozenset[int]]:
         """Every second forward value, every third, and so on, beside what is always kept."""
@@ -196,6 +204,7 @@ class Improver(Generic[J]):
             yield always.union(forward[step - 1 :: step])
 
     def _keep_only(self, kept: frozenset[int]) -> Candidate:
+        """Keep a few values, and forget all others after each stage: little memory, much time."""
         forgotten = [v for v in range(len(self.members)) if v not in kept and self._may_drop(v)]
         dropped = (Fact(What.DROPPED, v, stage) for v in forgotten for stage in range(len(self.roots)))
         return frozenset((*(Fact(What.SAVED, v) for v in kept), *dropped))
