@@ -91,6 +91,7 @@ def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: st
         key=key,
         shares=picked.shares,
         symbols=describe(sizes),
+        forward_seconds=sum(problem.costs.run_ticks[i] for i in offer.schedule.forward) / TICKS_PER_SECOND,
     )
     return Chosen(plan, offer.schedule)
 

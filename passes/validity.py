@@ -17,6 +17,7 @@ from .choose import Chosen
 from .cost import CostModel
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .plan import SymbolRange
+from .plan_times import find_prices, with_times
 from .ranges import LARGEST_SIZE, at_sizes, byte_limits, largest_where
 from .shares import Shares
 from .simulate import simulate
@@ -34,9 +35,13 @@ MOST_NODES = 20_000
 
 
 def with_ranges(prepared: Prepared, chosen: Chosen, request: Request) -> Chosen:
-    """Add to a plan for which sizes it holds."""
+    """Add to a plan what it costs at other sizes, and for which it holds."""
     sizes = prepared.storages.sizes
-    if not sizes.backed or request.stored:
+    if not sizes.symbols or request.stored:
+        return chosen
+    prices = find_prices(prepared, request)
+    chosen = with_times(prepared, chosen, prices)
+    if not sizes.backed:
         return chosen
     rows = [*_budget_rows(prepared, chosen, request), *_best_rows(prepared, chosen, request.cost_model, request.fuses)]
     return replace(chosen, plan=replace(chosen.plan, ranges=tuple(rows)))

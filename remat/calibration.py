@@ -154,6 +154,10 @@ class Profile(Roofline):
         measured = None if call.facts.kind in ARITHMETIC else measured_seconds(call)
         return Roofline.recompute_seconds(self, call) if measured is None else measured
 
+    def is_formula(self, call: OpCall) -> bool:
+        """What is measured is known at the sizes of the example alone."""
+        return call.facts.kind in ARITHMETIC
+
 
 @cache
 def measured_seconds(call: OpCall) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from dynamic_programs import PROGRAMS, batch, train, unmarked
 from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
-from remat.passes.expressions import is_true
+from remat.passes.expressions import is_true, rounded
 from torch import nn
 
 import remat
@@ -212,10 +213,31 @@ def test_wrong_size_on_the_command_line_names_the_symbols(
     assert message.format(name=name) in capsys.readouterr().err
 
 
-def test_plan_of_the_format_before_is_still_read(stored: Path) -> None:
+@pytest.mark.parametrize("number", [2, 3])
+def test_plan_of_a_format_before_is_still_read(stored: Path, number: int) -> None:
+    """What was not said then is not known: sizes in format 2, times at other sizes in both."""
     plan = remat.Plan.load(stored)
-    text = plan.to_json().replace('"format": 3', '"format": 2')
-    assert remat.Plan.from_json(text) == plan
+    data = {**json.loads(plan.to_json()), "format": number}
+    for later in ("times", "forward_seconds", *(("symbols", "ranges", "guards") if number == 2 else ())):
+        del data[later]
+    for decision in data["decisions"]:
+        del decision["save_expression"], decision["recompute_expression"]
+    read = remat.Plan.from_json(json.dumps(data))
+    assert [d.num_bytes for d in read.decisions] == [d.num_bytes for d in plan.decisions]
+    assert read.order == plan.order
+    assert read.times is None
+    if number == 3:
+        moved = read.at({plan.symbols[0].name: 512})
+        assert moved.recompute_seconds == plan.recompute_seconds
+        assert "times               those of the example's sizes" in str(moved)
+
+
+def test_page_shows_expressions(stored: Path) -> None:
+    report = remat.Report.load(stored)
+    page = report.to_html()
+    plan = report.plans[0]
+    assert f'forward time","{rounded(plan.times.forward)}' in page
+    assert plan.peak.expression in page
 
 
 # ------------------------------------------------------------------------------------------------- models
