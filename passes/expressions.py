@@ -161,7 +161,7 @@ def _weighted(expression: Any, factor: float) -> str:
     number = str(int(factor)) if factor == int(factor) and abs(factor) < 2**53 else repr(factor)
     if expression == 1:
         return number
-    text = _held(_write(expression), _POWER)
+    text = _held(_write(expression), _PRODUCT)
     return text if factor == 1 else f"{number}*{text}"
 
 

@@ -113,12 +113,16 @@ class SymbolRange:
 
     symbol: str
     meaning: str
-    """"budget": the peak is within the budget. "best": the same decisions would be made."""
+    """"budget": the peak is within the budget. "best": no other choice is faster and within the budget."""
     low: int
     high: int | None
     """None if there is no end."""
     is_proved: bool
     """Known for every value; if not, some values were looked at."""
+    sampled: tuple[int, ...] = ()
+    """The values that were looked at, if it is not proved."""
+    among: int = 0
+    """With how many other plans that were found it was compared; 0 if with all legal choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +299,10 @@ def _decision_from_dict(data: dict[str, Any]) -> Decision:
     return Decision(**{**data, "action": Action[data["action"]], "reason": Reason[data["reason"]]})
 
 
+def _range_from_dict(data: dict[str, Any]) -> SymbolRange:
+    return SymbolRange(**{**data, "sampled": tuple(data.get("sampled", ()))})
+
+
 def _plan_from_dict(data: dict[str, Any]) -> Plan:
     peak = {**data["peak"], "alive": tuple((str(name), int(size)) for name, size in data["peak"]["alive"])}
     return Plan(
@@ -307,7 +315,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             "peak": PredictedPeak(**peak),
             "shares": tuple(RegionShare(**share) for share in data.get("shares", ())),
             "symbols": tuple(SizeSymbol(**symbol) for symbol in data.get("symbols", ())),
-            "ranges": tuple(SymbolRange(**found) for found in data.get("ranges", ())),
+            "ranges": tuple(_range_from_dict(found) for found in data.get("ranges", ())),
             "guards": tuple(str(guard) for guard in data.get("guards", ())),
             "times": None if data.get("times") is None else TimeExpressions(**data["times"]),
         }

@@ -19,7 +19,7 @@ TICKS_PER_SECOND = 10**9
 GIVEN = "given"
 """Where the value of a symbol comes from that somebody asked about."""
 
-_MEANINGS = {"budget": "within the budget", "best": "the same decisions"}
+_MEANINGS = {"budget": "within the budget", "best": "best"}
 
 
 def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
@@ -150,4 +150,6 @@ def _time_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 def range_text(found: SymbolRange) -> str:
     """`s0 from 2 to 512 (proved)`."""
     end = "on" if found.high is None else f"to {found.high}"
-    return f"{found.symbol} from {found.low} {end} ({'proved' if found.is_proved else 'sampled'})"
+    how = "proved" if found.is_proved else f"sampled at {', '.join(map(str, found.sampled))}"
+    among = f", of {found.among + 1} plans found" if found.among else ", of all legal choices"
+    return f"{found.symbol} from {found.low} {end} ({how}){among if found.meaning == 'best' else ''}"

@@ -7,6 +7,7 @@ with. A price that is missing here is known at the example's sizes alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,11 @@ import torch.fx as fx
 from .cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
 from .errors import RematError
 from .expressions import NotExpressible, largest_of, weighted_sum
+from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import OpCall, TensorSpec, call_of
+from .polynomials import NotPolynomial
+from .schedule import Schedule
 from .symbols import Sizes
 from .torch_private import expression_of
 
@@ -158,7 +162,20 @@ class _Expressions:
         return spec
 
 
-def total_of(prices: Iterable[tuple[Price | None, int]]) -> Mapping[Price, int] | None:
+def schedule_total(problem: FlowProblem, schedule: Schedule, prices: Prices) -> dict[Price, int]:
+    """What a schedule adds to the step, as `extra_ticks` counts it: how often each price is paid."""
+    graph = problem.graph
+    kept = dict.fromkeys(problem.bases[problem.value_of[i]] for i in schedule.received if i in problem.value_of)
+    paid = [(prices.save[i], 1) for i in kept]
+    runs = Counter(schedule.events)
+    paid += [(prices.run[i], n if graph.roles[i] is Role.FORWARD else n - 1) for i, n in runs.items()]
+    total = total_of(paid)
+    if total is None:
+        raise NotPolynomial("a price is known at the sizes of the example only")
+    return total
+
+
+def total_of(prices: Iterable[tuple[Price | None, int]]) -> dict[Price, int] | None:
     """How often each price is paid; None if one of them is not known."""
     counts: dict[Price, int] = {}
     for price, count in prices:

@@ -60,11 +60,12 @@ def byte_limits(graph_shares: Shares, budget: Budget | None) -> tuple[Limit, ...
     found = [] if budget is None or budget.num_bytes is None else [Limit(budget.num_bytes, None)]
     for region, bound in enumerate(graph_shares.budgets):
         if bound.num_bytes is not None:
-            found.append(Limit(bound.num_bytes, _of_region(graph_shares, region)))
+            found.append(Limit(bound.num_bytes, region_counts(graph_shares, region)))
     return tuple(found)
 
 
-def _of_region(shares: Shares, region: int) -> Callable[[Memory], bool]:
+def region_counts(shares: Shares, region: int) -> Callable[[Memory], bool]:
+    """Say which memory counts for a region's budget."""
     return lambda memory: region in shares.regions_at[memory.node]
 
 

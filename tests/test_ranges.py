@@ -175,7 +175,7 @@ def test_report_shows_expressions_and_ranges(stored: Path, capsys: pytest.Captur
     assert f"{name} = 64 (size of the example)" in text
     assert f"{plan.peak.expression} bytes, {plan.peak.num_bytes / 2**20:.2f} MiB at {name}=64" in text
     assert f"within the budget   {name} from 2 to " in text
-    assert "the same decisions" in text
+    assert f"best                {name} from 2 on (proved), of all legal choices" in text
     assert f"planned again       unless {name} <= " in text
     assert f" = 128*{name} bytes" in text
 
