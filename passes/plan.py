@@ -153,6 +153,8 @@ class Plan:
     """For which sizes its budget holds, and for which its decisions are the best found."""
     guards: tuple[str, ...] = ()
     """Conditions on sizes; where one of them does not hold, the graph is compiled and planned anew."""
+    most_ranges: int | None = None
+    """At most how many plans serve all sizes of this graph, each in its range; None if this one serves all of them."""
     forward_seconds: float | None = None
     """What running forward once more would take, by the cost model; None if an earlier version made the plan."""
     times: TimeExpressions | None = None

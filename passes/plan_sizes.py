@@ -120,7 +120,8 @@ def size_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     for found in plan.ranges:
         yield _MEANINGS[found.meaning], range_text(found)
     if plan.guards:
-        yield "planned again", "unless " + " and ".join(plan.guards)
+        most = "" if plan.most_ranges is None else f"; at most {plan.most_ranges} plans for all sizes"
+        yield "planned again", "unless " + " and ".join(plan.guards) + most
 
 
 def general_text(decision: Decision) -> str:
