@@ -310,7 +310,8 @@ class _RangePlanner:
         return replace(chosen, plan=plan, guards=guards)
 
     def _may_guard(self, condition: Any) -> bool:
-        return bool(condition != True) and not condition.free_symbols & self.fixed  # noqa: E712 (sympy's own true)
+        # Without a symbol it is true, or it is false at all sizes: a plan that exceeds the budget is all there is.
+        return bool(condition.free_symbols) and not condition.free_symbols & self.fixed
 
 
 def _relation_text(relation: Any) -> str:
