@@ -98,6 +98,8 @@ class Planner:
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
         self._followers: dict[Script, Offer] = {}
+        self.rivals: list[Offer] = []
+        """What was compared to find the fastest schedule within a budget."""
 
     @cached_property
     def fastest(self) -> Offer:
@@ -176,6 +178,7 @@ class Planner:
         offers += self.improver.within(offers, budget_bytes)
         if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
             offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
+        self.rivals += [self.fastest, *offers]
         fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
 

@@ -37,6 +37,8 @@ class Picked:
     budget_bytes: int | None = None
     without_recompute_bytes: int | None = None
     shares: tuple[RegionShare, ...] = ()
+    rivals: tuple[Schedule, ...] = ()
+    """What it was compared with."""
 
     def shares_in(self, graph: JointGraph, simulation: Simulation) -> tuple[RegionShare, ...]:
         """What the regions with a budget take in another simulation of the same schedule."""
@@ -53,6 +55,8 @@ class Chosen:
     schedule: Schedule
     guards: tuple[Any, ...] = ()
     """Conditions on sizes, in sympy's form, outside of which one has to plan again."""
+    rivals: tuple[Schedule, ...] = ()
+    """The other schedules that were found, of which this one is the fastest that fits."""
 
 
 def choose_plan(
@@ -67,13 +71,14 @@ def pick(problem: FlowProblem, storages: Storages, budget: Budget | None, *, tak
     shares = Shares.find(problem.graph)
     if shares.budgets:
         found = choose_within_shares(problem, storages, shares, budget, take_minimum=take_minimum)
-        return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares)
+        return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares, found.rivals)
     planner = Planner(problem, storages)
     if budget is None:
         return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
     offer = planner.within_safely(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
-    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes)
+    rivals = tuple(rival.schedule for rival in planner.rivals)
+    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals)
 
 
 def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: str) -> Chosen:
@@ -91,8 +96,9 @@ def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: st
         key=key,
         shares=picked.shares,
         symbols=describe(sizes),
+        forward_seconds=sum(problem.costs.run_ticks[i] for i in offer.schedule.forward) / TICKS_PER_SECOND,
     )
-    return Chosen(plan, offer.schedule)
+    return Chosen(plan, offer.schedule, rivals=picked.rivals)
 
 
 def _peak(graph: JointGraph, simulation: Simulation, sizes: Sizes, *, fuses: bool) -> PredictedPeak:

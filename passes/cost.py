@@ -1,7 +1,8 @@
 """What it costs, in seconds, to recompute a value or to keep it.
 
 A cost model answers two questions: what does running this call once more, inside backward, add to the step, and what
-does keeping these bytes add? It is asked once per distinct call.
+does keeping these bytes add? It is asked once per distinct call. A model that computes its answers by one formula at
+all sizes may say so (`is_formula`): it is then asked about calls whose sizes are expressions, too.
 
 Roofline   the larger of flops over peak flops and bytes over bandwidth; ops that will be fused into their readers are
            charged for their arithmetic alone, since what they read is in registers anyway.
@@ -14,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from .errors import OptionError, RematError
+from .expressions import largest
 from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import OpCall, TensorSpec, call_of
@@ -94,6 +96,14 @@ class CostModel(Protocol):
 
     def cache_key(self) -> str:
         """Two models with the same key price everything alike."""
+
+
+@runtime_checkable
+class Formulas(Protocol):
+    """A cost model that can say what a call costs in terms of its sizes."""
+
+    def is_formula(self, call: OpCall) -> bool:
+        """True if `recompute_seconds` takes calls like this one with expressions for sizes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +197,11 @@ class Roofline:
         if call.facts.kind is Kind.SLOW_REDUCTION:
             return memory if self.fuses else SLOW_PASSES.get(call.device, 1) * memory
         compute = _compute_seconds(call, machine)
-        return max(compute, memory) if compute else UNKNOWN_WORK * memory
+        return UNKNOWN_WORK * memory if compute is None else largest(compute, memory)
+
+    def is_formula(self, call: OpCall) -> bool:  # noqa: ARG002 (others can say it of some calls only)
+        """Every price is one."""
+        return True
 
     def save_seconds(self, num_bytes: int, device: str) -> float:
         """Bytes over bandwidth, out and back."""
@@ -204,7 +218,7 @@ class Flops(Roofline):
 
     def recompute_seconds(self, call: OpCall) -> float:
         """Compute time of the ops that have a flop count; the rest is free."""
-        return _compute_seconds(call, self.machine(call.device))
+        return _compute_seconds(call, self.machine(call.device)) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +240,10 @@ class Callback(Roofline):
             except OverflowError:
                 return math.inf
 
+    def is_formula(self, call: OpCall) -> bool:  # noqa: ARG002 (nobody knows what the function does)
+        """A user's function is asked about numbers."""
+        return False
+
     def cache_key(self) -> str:
         """The function's code and constants."""
         return f"Callback {fingerprint(self.function)} {sorted(self.machines.items())}"
@@ -239,9 +257,10 @@ def _fused_seconds(call: OpCall, machine: Machine) -> float:
     return per_element * sum(spec.numel for spec in call.outputs)
 
 
-def _compute_seconds(call: OpCall, machine: Machine) -> float:
+def _compute_seconds(call: OpCall, machine: Machine) -> float | None:
+    """Time for a call's arithmetic; None if nothing is known of that."""
     flops = flops_of(call)
-    return machine.compute_seconds(flops, call.outputs[0].dtype) if flops else 0.0
+    return None if flops is None else machine.compute_seconds(flops, call.outputs[0].dtype)
 
 
 _aten = torch.ops.aten
@@ -252,25 +271,28 @@ _SAME_FORMULA: Mapping[object, object] = {
 """Attention for which torch has no flop formula: it does what that for which it has one does."""
 
 
-def flops_of(call: OpCall) -> int:
-    """Floating-point operations of a call by torch's formulas; 0 where it has none."""
+def flops_of(call: OpCall) -> int | None:
+    """Floating-point operations of a call by torch's formulas, an expression if its sizes are; None if it has none."""
     packet = getattr(call.target, "overloadpacket", None)
     formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
     if formula is None or not call.outputs:
-        return 0
+        return None
     with without_modes():
         outputs = tuple(_as_meta(o) for o in call.outputs)
         args = [_as_meta(a) for a in call.args]
         kwargs = {name: _as_meta(value) for name, value in call.kwargs}
         try:
-            return int(formula(*args, **kwargs, out_val=outputs if len(outputs) > 1 else outputs[0]))
+            flops = formula(*args, **kwargs, out_val=outputs if len(outputs) > 1 else outputs[0])
+            return int(flops) if isinstance(flops, (int, float)) else flops
         except Exception as error:
             raise RematError(f"the flop formula registered for {call.target} raised {error!r}") from error
 
 
 def _as_meta(arg: Any) -> Any:
-    """Arguments as a flop formula wants them: tensors without data."""
+    """Arguments as a flop formula wants them: tensors without data, or shapes alone where sizes are expressions."""
     if isinstance(arg, TensorSpec):
+        if not all(isinstance(size, int) for size in arg.shape):
+            return arg.shape
         return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
     if isinstance(arg, tuple):
         return [_as_meta(a) for a in arg]

@@ -1,13 +1,16 @@
-"""Whole-number expressions of size symbols as text: written from sympy, stored in plans, evaluated without `eval`.
+"""Expressions of size symbols as text: written from sympy, stored in plans, evaluated without `eval`.
 
-The text is Python's arithmetic with `Max` and `Min`: `Max(4096*s0*s1 + 64, 1024*s0**2)`. What sympy or torch can say
-beyond that (a size that depends on a condition, on floating-point numbers) is not expressed, and plans say so.
+The text is Python's arithmetic with `Max` and `Min`: `Max(4096*s0*s1 + 64, 1024*s0**2)`. Sizes and bytes are whole
+numbers; times may have others as factors. What sympy or torch can say beyond that (a size that depends on a condition)
+is not expressed, and plans say so.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ from .torch_private import sympy_functions
 if TYPE_CHECKING:
     import sympy
 
-_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -26,7 +29,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Pow: operator.pow,
 }
 
-_CALLS: Mapping[str, Callable[..., int]] = {"Max": max, "Min": min}
+_CALLS: Mapping[str, Callable[..., Any]] = {"Max": max, "Min": min}
 
 LARGEST_POWER = 64
 """No product of sizes has as many factors; a damaged file may, and would take for ever."""
@@ -37,8 +40,19 @@ class NotExpressible(Exception):
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """The value of an expression of whole numbers for given sizes."""
+    found = _evaluate(_parse(text), values)
+    if not isinstance(found, int):
+        raise ValueError(f"{text!r} is no expression of whole numbers")
+    return found
+
+
+def evaluate_real(text: str, values: Mapping[str, int]) -> float:
     """The value of an expression for given sizes."""
-    return _evaluate(_parse(text), values)
+    found = float(_evaluate(_parse(text), values))
+    if not math.isfinite(found):
+        raise ValueError(f"{text!r} has no value at these sizes")
+    return found
 
 
 def symbols_in(text: str) -> tuple[str, ...]:
@@ -54,9 +68,9 @@ def _parse(text: str) -> ast.expr:
         raise ValueError(f"{text!r} is no expression of sizes") from error
 
 
-def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
+def _evaluate(node: ast.expr, values: Mapping[str, int]) -> Any:
     match node:
-        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+        case ast.Constant(value=int(number) | float(number)) if not isinstance(number, bool):
             return number
         case ast.Name(id=name) if name in values:
             return values[name]
@@ -123,9 +137,41 @@ def _build(node: ast.expr, symbols: Mapping[str, sympy.Symbol]) -> Any:
 # -------------------------------------------------------------------------------------------------- writing
 
 
+def largest(first: Any, second: Any) -> Any:
+    """The larger of two numbers or expressions."""
+    if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+        return max(first, second)
+    import sympy
+
+    # As it stands: sympy would try to find out which is larger, which takes long and finds nothing.
+    return sympy.Max(first, second, evaluate=False)
+
+
 def largest_of(texts: Sequence[str]) -> str:
     """The largest of several expressions."""
     return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"
+
+
+def weighted_sum(pairs: Sequence[tuple[Any, float]]) -> str:
+    """Sympy expressions with factors as text: `0.25*s0*s1 + 3*s0 + 8`."""
+    return _sum([(_weighted(expression, factor), _PRODUCT) for expression, factor in pairs]) if pairs else "0"
+
+
+def _weighted(expression: Any, factor: float) -> str:
+    number = str(int(factor)) if factor == int(factor) and abs(factor) < 2**53 else repr(factor)
+    if expression == 1:
+        return number
+    text = _held(_write(expression), _PRODUCT)
+    return text if factor == 1 else f"{number}*{text}"
+
+
+def rounded(text: str) -> str:
+    """An expression for people: four digits of what is no whole number."""
+    return re.sub(r"(?<![\w.])\d+(\.\d+)?(e[+-]?\d+)?", lambda m: _four_digits(m.group()), text)
+
+
+def _four_digits(number: str) -> str:
+    return number if number.isdecimal() else f"{float(number):.4g}"
 
 
 def write(expression: sympy.Expr) -> str:

@@ -95,6 +95,17 @@ class FlowProblem:
         """The nodes whose results a cut saves, in graph order."""
         return tuple(i for i, choice in zip(self.bases, cut.choices, strict=True) if choice is Choice.SAVE)
 
+    def price_of(self, cut: Cut) -> int:
+        """What a choice costs at the prices of this problem."""
+        total = 0
+        for v, choice in enumerate(cut.choices):
+            value = self._value(v, 0.0, False)
+            price = value.save_price if choice is Choice.SAVE else value.recompute_price
+            if choice is not Choice.UNUSED:
+                assert price is not None
+                total += price
+        return total
+
     def _value(self, v: int, ticks_per_byte: float, is_kept: bool) -> Value:
         i, constraint = self.bases[v], self.constraint(v)
         if is_kept and constraint.no_save is None:

@@ -4,18 +4,25 @@ A plan with a tight budget counts on a value being recomputed shortly before it 
 that makes one kernel of two loops because they read the same memory moves one of them to the other's place: recomputed
 copies of a value end up as one that lives long, and results that were never alive at the same time become so. Loops
 that feed each other may always be fused; others only if they run at the same moment of the plan.
+
+It may also compute a result twice. What a kernel of its own reads through a view is copied for it, and who reads the
+same result later computes it again from what it was made of, which has to live until then. Such results are to be
+written to memory once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.fx as fx
 
 from .joint_graph import JointGraph
+from .op_facts import facts_of
 from .schedule import Schedule
-from .storage import FUSED_KINDS
+from .storage import FUSED_KINDS, INLINED_KINDS
+from .torch_private import REALIZE_TAG
 
 COPY_TAG = "remat_copy_of"
 """`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""
@@ -57,3 +64,30 @@ def may_fuse(first: Sequence[fx.Node], second: Sequence[fx.Node], *, feed_each_o
 
 def _moments(nodes: Iterable[fx.Node]) -> list[Moment]:
     return [node.meta[MOMENT_TAG] for node in nodes if MOMENT_TAG in node.meta]
+
+
+def write_once(graph: fx.Graph) -> None:
+    """Have results written to memory that a kernel reads through a view and a loop reads, too."""
+    for node in graph.nodes:
+        if not _is_loop(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        facts = facts_of(node.target)
+        if facts.kind not in INLINED_KINDS or facts.is_view:
+            continue
+        readers = list(_readers(node))
+        feeds_kernel = any(is_view and reader.op == "call_function" and not loop for reader, is_view, loop in readers)
+        if feeds_kernel and any(loop for _, _, loop in readers):
+            node.meta[REALIZE_TAG] = True
+
+
+def _readers(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bool, bool]]:
+    """Who reads a node's result, whether through a view, and whether inside a loop."""
+    for user in node.users:
+        if user.op == "call_function" and facts_of(user.target).is_view:
+            yield from _readers(user, True)
+        else:
+            yield user, is_view, _is_loop(user)
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return node.op == "call_function" and facts_of(node.target).kind in FUSED_KINDS

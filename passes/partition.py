@@ -13,6 +13,7 @@ from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
 from .flow import FlowProblem
+from .fusion import write_once
 from .joint_graph import JointGraph
 from .offload import offload_values
 from .plan import Plan
@@ -102,4 +103,7 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
     verify_extracted(graph, extracted)
     offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
     close_ports(extracted.forward, extracted.backward)
+    if any(prepared.storages.is_fused) and (chosen.plan.budget_bytes is not None or chosen.plan.shares):
+        write_once(extracted.forward.graph)
+        write_once(extracted.backward.graph)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)

@@ -17,11 +17,11 @@ from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
 from .symbols import SizeSymbol
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form; a reader refuses what it does not know."""
 
-READABLE = (2, FORMAT)
-"""Format 2 had nothing to say of sizes that are symbols."""
+READABLE = (2, 3, FORMAT)
+"""Format 2 had nothing to say of sizes that are symbols, format 3 nothing of times at other sizes."""
 
 
 class Action(Enum):
@@ -59,6 +59,11 @@ class Decision:
     """What `remat.name` called the value; empty for most."""
     expression: str = ""
     """Its bytes in terms of the plan's symbols; empty if they are the same at all sizes."""
+    save_expression: str = ""
+    """Nanoseconds that keeping it adds, in terms of the plan's symbols; empty if no size is a symbol, or if the cost
+    model knows them for the sizes of the example only."""
+    recompute_expression: str = ""
+    """The same of running it again, each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,20 @@ class PredictedPeak:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeExpressions:
+    """What a plan's parts take, in nanoseconds in terms of its symbols; empty where only numbers are known."""
+
+    forward: str
+    """All that forward runs."""
+    recompute: str
+    """What all recomputation adds to the step."""
+    keep: str
+    """What keeping values adds."""
+    note: str = ""
+    """What is not known, and why; empty if everything is."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegionShare:
     """What one call of a region with a budget has allocated at its worst moment."""
 
@@ -94,12 +113,16 @@ class SymbolRange:
 
     symbol: str
     meaning: str
-    """"budget": the peak is within the budget. "best": the same decisions would be made."""
+    """"budget": the peak is within the budget. "best": no other choice is faster and within the budget."""
     low: int
     high: int | None
     """None if there is no end."""
     is_proved: bool
     """Known for every value; if not, some values were looked at."""
+    sampled: tuple[int, ...] = ()
+    """The values that were looked at, if it is not proved."""
+    among: int = 0
+    """With how many other plans that were found it was compared; 0 if with all legal choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,12 @@ class Plan:
     """For which sizes its budget holds, and for which its decisions are the best found."""
     guards: tuple[str, ...] = ()
     """Conditions on sizes; where one of them does not hold, the graph is compiled and planned anew."""
+    most_ranges: int | None = None
+    """At most how many plans serve all sizes of this graph, each in its range; None if this one serves all of them."""
+    forward_seconds: float | None = None
+    """What running forward once more would take, by the cost model; None if an earlier version made the plan."""
+    times: TimeExpressions | None = None
+    """Times at other sizes; None if no size is a symbol, or nobody asked."""
 
     @property
     def num_nodes(self) -> int:
@@ -176,7 +205,7 @@ class Plan:
         return plans[0]
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
-        """The plan with bytes and peak as they are at other sizes, by the names of its symbols."""
+        """The plan with bytes, peak and times as they are at other sizes, by the names of its symbols."""
         return plan_at(self, sizes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -272,6 +301,10 @@ def _decision_from_dict(data: dict[str, Any]) -> Decision:
     return Decision(**{**data, "action": Action[data["action"]], "reason": Reason[data["reason"]]})
 
 
+def _range_from_dict(data: dict[str, Any]) -> SymbolRange:
+    return SymbolRange(**{**data, "sampled": tuple(data.get("sampled", ()))})
+
+
 def _plan_from_dict(data: dict[str, Any]) -> Plan:
     peak = {**data["peak"], "alive": tuple((str(name), int(size)) for name, size in data["peak"]["alive"])}
     return Plan(
@@ -284,8 +317,9 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
             "peak": PredictedPeak(**peak),
             "shares": tuple(RegionShare(**share) for share in data.get("shares", ())),
             "symbols": tuple(SizeSymbol(**symbol) for symbol in data.get("symbols", ())),
-            "ranges": tuple(SymbolRange(**found) for found in data.get("ranges", ())),
+            "ranges": tuple(_range_from_dict(found) for found in data.get("ranges", ())),
             "guards": tuple(str(guard) for guard in data.get("guards", ())),
+            "times": None if data.get("times") is None else TimeExpressions(**data["times"]),
         }
     )
 

@@ -7,22 +7,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .errors import OptionError
-from .expressions import evaluate
+from .expressions import evaluate, evaluate_real, rounded
 from .symbols import Origin, SizeSymbol
 
 if TYPE_CHECKING:
-    from .plan import Plan, SymbolRange
+    from .plan import Decision, Plan, SymbolRange
+
+TICKS_PER_SECOND = 10**9
+"""Times are expressions of nanoseconds."""
 
 GIVEN = "given"
 """Where the value of a symbol comes from that somebody asked about."""
 
-_MEANINGS = {"budget": "within the budget", "best": "the same decisions"}
+_MEANINGS = {"budget": "within the budget", "best": "best"}
 
 
 def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
-    """The plan with bytes and peak as they are at other sizes.
+    """The plan with bytes, peak and times as they are at other sizes.
 
-    Times, and what is alive at the peak, are known for the sizes of the example only: the times stay, the rest goes.
+    What is alive at the peak is known for the sizes of the example only, and goes. So are the times of a cost model
+    that measures; they stay, and the plan says so.
     """
     symbols = _symbols_at(plan, given)
     values = {symbol.name: symbol.value for symbol in symbols}
@@ -31,14 +35,31 @@ def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
     peak_bytes = evaluate(plan.peak.expression, values)
     return replace(
         plan,
-        decisions=tuple(
-            replace(d, num_bytes=evaluate(d.expression, values)) if d.expression else d for d in plan.decisions
-        ),
+        decisions=tuple(_decision_at(d, values) for d in plan.decisions),
         peak=replace(plan.peak, num_bytes=peak_bytes, node="", source="", alive=()),
         peak_without_recompute_bytes=None,
         shares=(),
         symbols=symbols,
+        forward_seconds=_forward_seconds(plan, values),
     )
+
+
+def _decision_at(decision: Decision, values: Mapping[str, int]) -> Decision:
+    """A decision with its bytes and prices at other sizes; prices are whole nanoseconds, as the planner has them."""
+    num_bytes, save, recompute = decision.num_bytes, decision.save_seconds, decision.recompute_seconds
+    if decision.expression:
+        num_bytes = evaluate(decision.expression, values)
+    if decision.save_expression and save:  # keeping a tensor is never free, whatever its size
+        save = max(1, round(evaluate_real(decision.save_expression, values))) / TICKS_PER_SECOND
+    if decision.recompute_expression:
+        recompute = round(evaluate_real(decision.recompute_expression, values)) / TICKS_PER_SECOND
+    return replace(decision, num_bytes=num_bytes, save_seconds=save, recompute_seconds=recompute)
+
+
+def _forward_seconds(plan: Plan, values: Mapping[str, int]) -> float | None:
+    if plan.times is None or not plan.times.forward:
+        return plan.forward_seconds
+    return evaluate_real(plan.times.forward, values) / TICKS_PER_SECOND
 
 
 def plans_at(plans: Sequence[Plan], given: Mapping[str, int]) -> tuple[Plan, ...]:
@@ -95,13 +116,41 @@ def size_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "peak in general", f"{plan.peak.expression} bytes, {mebibytes} at {sizes_text(plan)}"
     elif plan.symbols:
         yield "peak in general", "cannot be written down as an expression"
+    yield from _time_lines(plan)
     for found in plan.ranges:
         yield _MEANINGS[found.meaning], range_text(found)
     if plan.guards:
-        yield "planned again", "unless " + " and ".join(plan.guards)
+        most = "" if plan.most_ranges is None else f"; at most {plan.most_ranges} plans for all sizes"
+        yield "planned again", "unless " + " and ".join(plan.guards) + most
+
+
+def general_text(decision: Decision) -> str:
+    """What a decision is about at any sizes: `128*s0 bytes, keep 0.25*s0 ns, run again 3*s0 ns`."""
+    parts = (
+        (decision.expression, "{} bytes"),
+        (decision.save_expression, "keep {} ns"),
+        (decision.recompute_expression, "run again {} ns"),
+    )
+    return ", ".join(form.format(rounded(text)) for text, form in parts if text)
+
+
+def _time_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    if not plan.symbols:
+        return
+    if plan.times is None:
+        yield "times", "those of the example's sizes"
+        return
+    seconds = {"recompute": plan.recompute_seconds, "forward": plan.forward_seconds or 0.0}
+    for name, text in (("recompute", plan.times.recompute), ("forward", plan.times.forward)):
+        if text:
+            yield f"{name} time", f"{rounded(text)} ns, {1e3 * seconds[name]:.3g} ms at {sizes_text(plan)}"
+    if plan.times.note:
+        yield "times", plan.times.note
 
 
 def range_text(found: SymbolRange) -> str:
     """`s0 from 2 to 512 (proved)`."""
     end = "on" if found.high is None else f"to {found.high}"
-    return f"{found.symbol} from {found.low} {end} ({'proved' if found.is_proved else 'sampled'})"
+    how = "proved" if found.is_proved else f"sampled at {', '.join(map(str, found.sampled))}"
+    among = f", of {found.among + 1} plans found" if found.among else ", of all legal choices"
+    return f"{found.symbol} from {found.low} {end} ({how}){among if found.meaning == 'best' else ''}"

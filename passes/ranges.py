@@ -6,9 +6,14 @@ budget holds for a range of sizes, and states it as guards: who compiled the gra
 
 Ranges are few. Where the fastest plan fits, it holds up to the largest size at which it does. Beyond, a range ends
 where the fastest plan would take twice the memory that it takes at the range's beginning: the budget, twice the budget,
-four times the budget, and so on. The plan is made for the upper end of its range, so that it fits everywhere in it; if
-nothing fits there, for the largest size at which something does. Since recomputation saves a factor of ten at most on
-real models, there are four or five ranges between the smallest size and the one at which no plan fits.
+four times the budget. The last range has no end but that of the budget: its plan is made for the largest size at which
+there is one. So there are at most MOST_RANGES of them, one more where a plan has to do without the margin that is left
+for a compiler, and one more if plans that exceed the budget are asked for. A plan is made for the upper end of its
+range, so that it fits everywhere in it.
+
+Where several sizes change, a range is one of all of them: what the fastest plan takes there. The same memory may be
+many short rows or a few long ones, and a plan that fits for the one need not fit for the other. So plans are made for
+both ends, and one is taken that fits at all of them; if there is none, the one with the lowest peak.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .budget import FUSION_MARGIN, Budget, Offer, Planner, extra_ticks
@@ -29,7 +35,7 @@ from .shares import Shares
 from .simulate import Memory, simulate
 from .storage import Storages, find_storages
 from .symbols import Sizes
-from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds
+from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 
 if TYPE_CHECKING:
     import sympy
@@ -39,8 +45,19 @@ if TYPE_CHECKING:
 LARGEST_SIZE = 2**40
 """No size is larger: where a search for the end of a range stops."""
 
+FAR = 2**20
+"""How many times the present sizes a search goes."""
+
 TRIES_TO_ALIGN = 64
 """How many sizes below the wanted one are tried until what the graph takes for granted holds (multiples of 8, say)."""
+
+MOST_RANGES = {0: 1, 1: 4}
+"""At most how many plans serve all sizes at which a budget can be met, by how many sizes change. Torch compiles eight
+graphs of a function: the first is for the first sizes alone, and where a size is 1 there is another graph, with ranges
+of its own."""
+
+MOST_RANGES_OF_SEVERAL = 3
+"""The same where more than one size changes."""
 
 Values = dict[Any, int]
 Counts = Callable[[Memory], bool] | None
@@ -60,11 +77,12 @@ def byte_limits(graph_shares: Shares, budget: Budget | None) -> tuple[Limit, ...
     found = [] if budget is None or budget.num_bytes is None else [Limit(budget.num_bytes, None)]
     for region, bound in enumerate(graph_shares.budgets):
         if bound.num_bytes is not None:
-            found.append(Limit(bound.num_bytes, _of_region(graph_shares, region)))
+            found.append(Limit(bound.num_bytes, region_counts(graph_shares, region)))
     return tuple(found)
 
 
-def _of_region(shares: Shares, region: int) -> Callable[[Memory], bool]:
+def region_counts(shares: Shares, region: int) -> Callable[[Memory], bool]:
+    """Say which memory counts for a region's budget."""
     return lambda memory: region in shares.regions_at[memory.node]
 
 
@@ -102,6 +120,7 @@ class _RangePlanner:
         self.base = self.example.at(stated) if stated else self.example
         """Where a plan has to fit in any case."""
         self.open = [s for s in self.example.backed if s not in self.fixed]
+        self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
@@ -110,42 +129,57 @@ class _RangePlanner:
         if all(bounded.fits(self.base) for bounded in fastest) or not self.open:
             picked = self._pick(problem, storages)
             return self._finish(picked, self._upper(picked.offer.schedule))
-        level = max(bounded.level(self.base) for bounded in fastest)
+        level = min(max(bounded.level(self.base) for bounded in fastest), self.num_ranges - 1)
         picked = self._beyond(fastest, level) or self._pick(problem, storages)
         reached = self._bounded(picked.offer.schedule)
         if all(bounded.fits(self.base) for bounded in reached):
             return self._finish(picked, self._upper(picked.offer.schedule), self._lower(fastest, level))
         return self._finish(picked, (), self._lower(reached, 1))  # the lowest plan, which exceeds the budget
 
+    @property
+    def _takes_minimum(self) -> bool:
+        """True if sizes at which no plan fits get one all the same."""
+        budget = self.request.budget
+        return self.request.take_minimum or (budget is not None and budget.take_minimum)
+
     # ---------------------------------------------------------------------------------------------- planning
 
     def _beyond(self, fastest: Sequence[_Bounded], level: int) -> Picked | None:
         """A plan for the upper end of a range, or for the largest size at which there is one; None if at none."""
-        end = self._furthest(lambda sizes: max(b.level(sizes) for b in fastest) <= level)
-        if end is None:
-            return None
-        picked = self._quietly(end)
-        if self._fits(picked.offer.schedule, end):
-            return picked
-        # What is lowest at the end need not be lowest here. How far the two reach is as far as a plan is known to.
-        reached = [self._reach(picked.offer.schedule)]
-        if self.request.budget is not None:
-            problem, storages = self._at(self.base)
-            reached.append(self._reach(Planner(problem, storages).lowest.schedule))
-        known = [sizes for sizes in reached if sizes is not None]
-        if not known:
-            return None
-        furthest = max(known, key=lambda sizes: [sizes.values[symbol] for symbol in self.open])
-        picked = self._quietly(furthest)
-        return picked if self._fits(picked.offer.schedule, furthest) else None
+        if level < self.num_ranges - 1:
+            picked = self._fitting_all(self._ends(lambda sizes: max(b.level(sizes) for b in fastest) <= level))
+            if picked is not None:
+                return picked
+        # What is lowest far out need not be lowest here. How far it reaches is as far as a plan is known to.
+        lowest = self._lowest()
+        bounded = self._bounded(lowest.offer.schedule)
+        ends = self._ends(lambda sizes: all(b.fits(sizes) for b in bounded))
+        return (self._fitting_all(ends) or lowest) if ends else None
 
-    def _fits(self, schedule: Schedule, sizes: Sizes) -> bool:
-        return all(bounded.fits(sizes) for bounded in self._bounded(schedule))
+    def _lowest(self) -> Picked:
+        """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
+        if self.request.budget is None:
+            return self._quietly(self._scaled(64 * FAR))
+        planner = Planner(*self._at(self.base))
+        budget_bytes = self.request.budget.resolve(planner)
+        return Picked(planner.lowest, budget_bytes, planner.without_recompute.peak_bytes)
 
-    def _reach(self, schedule: Schedule) -> Sizes | None:
-        """The largest sizes at which a schedule keeps within the limits; None if it does not here."""
-        bounded = self._bounded(schedule)
-        return self._furthest(lambda sizes: all(b.fits(sizes) for b in bounded))
+    def _fitting_all(self, ends: Sequence[Sizes]) -> Picked | None:
+        """A plan made for one of some sizes that fits at the others, too, and here; None if there is none.
+
+        Where no plan fits, none has to. The first of the sizes are those in the direction of the present ones.
+        """
+        tried: list[tuple[Picked, list[bool]]] = []
+        for end in ends:
+            picked = self._quietly(end)
+            bounded = self._bounded(picked.offer.schedule)
+            fits = [all(b.fits(sizes) for b in bounded) for sizes in ends]
+            if all(b.fits(self.base) for b in bounded):
+                if all(fits):
+                    return picked
+                tried.append((picked, fits))
+        can_fit = [any(fits[k] for _, fits in tried) for k in range(len(ends))]
+        return next((p for p, fits in tried if fits == can_fit), None) if any(can_fit) else None
 
     def _quietly(self, sizes: Sizes) -> Picked:
         """The best plan at other sizes, the lowest if none fits there: it may fit at smaller ones."""
@@ -161,31 +195,46 @@ class _RangePlanner:
     def _at(self, sizes: Sizes) -> tuple[FlowProblem, Storages]:
         return at_sizes(self.problem, self.request.cost_model, sizes, fuses=self.request.fuses)
 
-    def _furthest(self, holds: Callable[[Sizes], bool]) -> Sizes | None:
-        """The largest sizes, all symbols grown alike, at which something holds; None if it holds nowhere above."""
+    def _ends(self, holds: Callable[[Sizes], bool]) -> list[Sizes]:
+        """The largest sizes at which something holds that ends somewhere: all grown alike, then each by itself."""
         if not holds(self.base):
+            return []
+        found = [self._furthest(holds, self._scaled)]
+        if len(self.open) > 1:
+            found += [self._furthest(holds, partial(self._stretched, symbol)) for symbol in self.open]
+        return [sizes for sizes in found if sizes is not None]
+
+    def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
+        """The largest sizes on a line at which something holds; None if it does not at its beginning."""
+        if not holds(grown(64)):
             return None
         low, high = 64, 128  # sixty-fourths of the sizes at hand
-        while high < 64 * 2**20 and holds(self._scaled(high)):
+        while high < 64 * FAR and holds(grown(high)):
             low, high = high, 2 * high
-        while high - low > 1 and self._scaled(low).values != self._scaled(high).values:
+        while high - low > 1 and grown(low).values != grown(high).values:
             middle = (low + high) // 2
-            low, high = (middle, high) if holds(self._scaled(middle)) else (low, middle)
-        return self._allowed(self._scaled(low))
+            low, high = (middle, high) if holds(grown(middle)) else (low, middle)
+        return self._allowed(grown(low))
 
     def _scaled(self, sixty_fourths: int) -> Sizes:
-        values: Values = {}
-        for symbol in self.open:
-            _, high = symbol_bounds(self.base.shape_env, symbol)
-            grown = self.base.values[symbol] * sixty_fourths // 64
-            values[symbol] = grown if high is None else min(grown, high)
-        return self.base.at(values)
+        """The present sizes, all of them grown."""
+        return self.base.at({symbol: self._grown(symbol, sixty_fourths) for symbol in self.open})
+
+    def _stretched(self, symbol: Any, sixty_fourths: int) -> Sizes:
+        """One size grown, the others as small as they get."""
+        least = {s: max(symbol_bounds(self.base.shape_env, s)[0] or 0, 1) for s in self.open}
+        return self.base.at({**least, symbol: self._grown(symbol, sixty_fourths)})
+
+    def _grown(self, symbol: Any, sixty_fourths: int) -> int:
+        _, high = symbol_bounds(self.base.shape_env, symbol)
+        grown: int = self.base.values[symbol] * sixty_fourths // 64
+        return grown if high is None else min(grown, high)
 
     def _allowed(self, sizes: Sizes) -> Sizes | None:
         """The nearest smaller sizes for which all holds that the graph takes for granted."""
         conditions = guards_of(sizes.shape_env)
         for step in range(TRIES_TO_ALIGN):
-            lowered = {s: max(sizes.values[s] - step, self.base.values[s]) for s in self.open}
+            lowered = {s: max(sizes.values[s] - step, min(self.base.values[s], sizes.values[s])) for s in self.open}
             candidate = sizes.at(lowered)
             if all(condition.xreplace(_integers(candidate.values)) != False for condition in conditions):  # noqa: E712
                 return candidate
@@ -231,8 +280,9 @@ class _RangePlanner:
             return (sympy.Ge(symbol, low),)
         most = max(bounded, key=lambda b: b.level(self.base))
         threshold = most.limit_bytes * 2 ** (level - 1)
-        row = max(most.peak.expressions, key=self.base.value_of)
-        return (sympy.Gt(self._backed(row), threshold),) if self.base.value_of(row) > threshold else ()
+        rows = [self._backed(row) for row in most.peak.expressions]
+        peak = rows[0] if len(rows) == 1 else sympy_functions()["Max"](*rows)
+        return (sympy.Gt(peak, threshold),) if self.base.value_of(peak) > threshold else ()
 
     def _only(self, bounded: Sequence[_Bounded]) -> Any:
         """The one symbol whose size may change, if peaks are certain to grow with it."""
@@ -255,11 +305,13 @@ class _RangePlanner:
             moved = replace(moved, without_recompute_bytes=whole)
         guards = tuple(c for group in conditions for c in group if self._may_guard(c))
         chosen = write_plan(self.problem, self.storages, moved, self.request.key)
-        plan = replace(chosen.plan, guards=tuple(_relation_text(guard) for guard in guards))
+        most = self.num_ranges + self.request.fuses + self._takes_minimum  # within the margin; beyond the budget
+        plan = replace(chosen.plan, guards=tuple(_relation_text(guard) for guard in guards), most_ranges=most)
         return replace(chosen, plan=plan, guards=guards)
 
     def _may_guard(self, condition: Any) -> bool:
-        return bool(condition != True) and not condition.free_symbols & self.fixed  # noqa: E712 (sympy's own true)
+        # Without a symbol it is true, or it is false at all sizes: a plan that exceeds the budget is all there is.
+        return bool(condition.free_symbols) and not condition.free_symbols & self.fixed
 
 
 def _relation_text(relation: Any) -> str:

@@ -207,6 +207,8 @@ class _Found:
                     self._add_size(size)
             if node.target in _SELECTING:
                 self._add_bound(node, tensor)
+            elif node.target is torch.ops.aten.index.Tensor:
+                self._add_bound_of_mask(node, tensor)
 
     def _add_size(self, size: torch.SymInt) -> None:
         expression = expression_of(size)
@@ -218,11 +220,26 @@ class _Found:
     def _add_bound(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """A selection has no more rows than there are elements to select from."""
         shapes = [_expressions(source.meta["val"].shape) for source in node.all_input_nodes]
-        rows: int | torch.SymInt = tensor.shape[0]
-        if isinstance(rows, int) or any(shape != shapes[0] for shape in shapes):  # one may be broadcast to the other
+        if all(shape == shapes[0] for shape in shapes):  # one may be broadcast to the other
+            self._bound_by(tensor.shape[0], shapes[0])
+
+    def _add_bound_of_mask(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Indexing with a mask selects no more than the mask has elements."""
+        indices = node.args[1]
+        assert isinstance(indices, (list, tuple))
+        given = [(place, index) for place, index in enumerate(indices) if isinstance(index, fx.Node)]
+        if len(given) != 1:
+            return
+        place, index = given[0]
+        mask = index.meta["val"]
+        if mask.dtype is torch.bool:
+            self._bound_by(tensor.shape[place], _expressions(mask.shape))
+
+    def _bound_by(self, rows: int | torch.SymInt, shape: Sequence[Any]) -> None:
+        if isinstance(rows, int):
             return
         bound: Any = 1
-        for size in shapes[0]:
+        for size in shape:
             bound = size * bound
         self.by_op.setdefault(expression_of(rows), bound)
 

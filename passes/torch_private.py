@@ -303,6 +303,10 @@ def inductor_compile(
     return compiled
 
 
+REALIZE_TAG = "inductor_realize_to_strides"
+"""`node.meta` key by which inductor is told to write a node's result to memory."""
+
+
 class MayFuse(Protocol):
     """Given the graph nodes behind two kernels, and whether one feeds the other: may they become one?"""
 

@@ -1,23 +1,28 @@
-"""For which sizes a plan holds: where it keeps within its budget, and where the same decisions would be made again.
+"""For which sizes a plan holds: where it keeps within its budget, and where it is still the best one.
 
-Found for reports, one symbol at a time with the others as they were. The peak is known as an expression, so that a
-budget in bytes holds up to a size that is found by bisection; that is a proof where the expression is sure to grow with
-the size. All else is sampled: the peak against a fraction of what it would be without recomputation, and the minimum
-cut, which is solved again at some sizes.
+Found for reports, one symbol at a time with the others as they were. Peaks are expressions, so that a budget in bytes
+holds up to a size that is found by bisection; that is a proof where the expression is sure to grow with the size. What
+else is a polynomial is proved by its coefficients (see `best_range`). The rest is looked at for some sizes, which are
+named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .budget import Planner
+from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
+from .budget import FUSION_MARGIN, Planner, extra_ticks
 from .choose import Chosen
-from .cost import CostModel
+from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .plan import SymbolRange
-from .ranges import LARGEST_SIZE, at_sizes, byte_limits, largest_where
+from .plan_times import find_prices, with_times
+from .polynomials import Line, NotPolynomial
+from .prices import Prices, schedule_total
+from .ranges import LARGEST_SIZE, Counts, at_sizes, byte_limits, largest_where, region_counts
+from .schedule import Schedule
 from .shares import Shares
 from .simulate import simulate
 from .symbols import Sizes
@@ -32,13 +37,20 @@ FACTORS = (4, 16, 64)
 MOST_NODES = 20_000
 """Larger graphs are not cut again to see how far the decisions hold: that takes longer than a report should."""
 
+COARSENESS = 32
+"""To which part the ends of a range are found where each look takes a minimum cut."""
+
 
 def with_ranges(prepared: Prepared, chosen: Chosen, request: Request) -> Chosen:
-    """Add to a plan for which sizes it holds."""
+    """Add to a plan what it costs at other sizes, and for which it holds."""
     sizes = prepared.storages.sizes
-    if not sizes.backed or request.stored:
+    if not sizes.symbols or request.stored:
         return chosen
-    rows = [*_budget_rows(prepared, chosen, request), *_best_rows(prepared, chosen, request.cost_model, request.fuses)]
+    prices = find_prices(prepared, request)
+    chosen = with_times(prepared, chosen, prices)
+    if not sizes.backed:
+        return chosen
+    rows = [*_budget_rows(prepared, chosen, request), *_best_rows(prepared, chosen, request, prices)]
     return replace(chosen, plan=replace(chosen.plan, ranges=tuple(rows)))
 
 
@@ -55,13 +67,9 @@ def _budget_rows(prepared: Prepared, chosen: Chosen, request: Request) -> Iterat
             yield from _range_in_bytes(bounded, storages.sizes, symbol)
     elif request.budget is not None and request.budget.fraction is not None:
         whole = peak_terms(Planner(prepared.problem, storages).without_recompute.simulation, storages.sizes)
-        peak, fraction = peak_terms(simulation, storages.sizes), request.budget.fraction
-
-        def holds(at: Sizes) -> bool:
-            return peak.at(at) <= int(fraction * whole.at(at))
-
+        peak, bound = peak_terms(simulation, storages.sizes), Bound(part=request.budget.fraction, whole=whole)
         for symbol in storages.sizes.backed:
-            yield from _sampled(holds, storages.sizes, symbol, "budget")
+            yield from _range_in_parts(peak, bound, storages.sizes, symbol)
 
 
 def _range_in_bytes(bounded: list[tuple[PeakTerms, int]], sizes: Sizes, symbol: Any) -> Iterator[SymbolRange]:
@@ -76,6 +84,15 @@ def _range_in_bytes(bounded: list[tuple[PeakTerms, int]], sizes: Sizes, symbol: 
         yield SymbolRange(symbol.name, "budget", max(low or 0, 0), high, is_proved=True)
 
 
+def _range_in_parts(peak: PeakTerms, bound: Bound, sizes: Sizes, symbol: Any) -> Iterator[SymbolRange]:
+    """Where a peak is no more than a part of another one."""
+    try:
+        proof = PoolProof(Measured({}, (peak,)), (), (bound,), Line(sizes, symbol))
+        yield from _proved(proof, sizes, symbol, "budget", [sizes.values[symbol]])
+    except (NotPolynomial, TooLong):
+        yield from _sampled(lambda at: peak.at(at) <= bound.at(at), sizes, symbol, "budget")
+
+
 def is_sure_to_grow(peaks: list[PeakTerms], sizes: Sizes, symbol: Any) -> bool:
     """True if larger values of a symbol never give a smaller peak, also through sizes that it bounds."""
     bound = [s for s, limit in sizes.bounds.items() if symbol in limit.free_symbols]
@@ -83,42 +100,175 @@ def is_sure_to_grow(peaks: list[PeakTerms], sizes: Sizes, symbol: Any) -> bool:
     return grows and all(peak.grows_with(s) for peak in peaks for s in (symbol, *bound))
 
 
-# -------------------------------------------------------------------------------------------------- decisions
+# -------------------------------------------------------------------------------------------------- the best plan
 
 
-def _best_rows(prepared: Prepared, chosen: Chosen, model: CostModel, fuses: bool) -> Iterator[SymbolRange]:
-    """Where the minimum cut is the same; nothing for plans that come from a search."""
-    problem, sizes = prepared.problem, prepared.storages.sizes
-    if len(problem.graph.nodes) > MOST_NODES:
+def _best_rows(prepared: Prepared, chosen: Chosen, request: Request, prices: Prices) -> Iterator[SymbolRange]:
+    """Where no other choice is faster and within the budget."""
+    problem, storages = prepared.problem, prepared.storages
+    is_measured = getattr(request.cost_model, "measures", False)  # at other sizes it would measure again
+    if len(problem.graph.nodes) > MOST_NODES or not chosen.plan.decisions or is_measured:
         return
-    saved = problem.saved(problem.cut())
-    if chosen.plan.planner != "cut" or chosen.plan.guards[1:] or not chosen.plan.decisions:
+    symbols = storages.sizes.backed
+    if Planner(problem, storages).fastest.schedule.events == chosen.schedule.events:
+        for symbol in symbols:
+            yield from _best_cut(problem, request, prices, storages.sizes, symbol)
+    elif chosen.rivals:
+        pool = _Pool.compare(prepared, chosen, request)
+        for symbol in symbols:
+            yield from _best_found(pool, prepared, request, prices, symbol)
+
+
+def _best_cut(
+    problem: FlowProblem, request: Request, prices: Prices, sizes: Sizes, symbol: Any
+) -> Iterator[SymbolRange]:
+    """Where the plain cut is the cheapest of all legal choices."""
+    cut = problem.cut()
+
+    def is_cheapest(at: Sizes) -> bool:
+        other, _ = at_sizes(problem, request.cost_model, at, fuses=request.fuses)
+        return other.price_of(cut) <= other.cut().price
+
+    try:
+        proof = CutProof(problem, prices, Line(sizes, symbol))
+        yield from _proved(proof, sizes, symbol, "best", [sizes.values[symbol]], coarseness=COARSENESS)
+    except (NotPolynomial, TooLong):
+        yield from _sampled(is_cheapest, sizes, symbol, "best")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pool:
+    """A plan and those that it was compared with, each with its peaks under the limits."""
+
+    schedules: tuple[Schedule, ...]
+    """The chosen one first."""
+    peaks: tuple[tuple[PeakTerms, ...], ...]
+    bounds: tuple[Bound, ...]
+
+    @staticmethod
+    def compare(prepared: Prepared, chosen: Chosen, request: Request) -> _Pool:
+        """Simulate all of them."""
+        graph, storages = prepared.problem.graph, prepared.storages
+        known = {(s.events, s.received): s for s in (chosen.schedule, *chosen.rivals)}
+        simulations = [simulate(graph, storages, schedule) for schedule in known.values()]
+        limits = _limits(prepared, request)
+        peaks = [tuple(peak_terms(s, storages.sizes, counts) for counts, _ in limits) for s in simulations]
+        bounds = [bound for _, bound in limits]
+        if request.fuses and not Shares.find(graph).budgets:
+            safe = replace(bounds[0], part=(1 - FUSION_MARGIN) * bounds[0].part)
+            # The margin that the planner leaves for what a compiler does, unless the plan needs all there is.
+            bounds[0] = safe if peaks[0][0].at(storages.sizes) <= safe.at(storages.sizes) else bounds[0]
+        return _Pool(tuple(known.values()), tuple(peaks), tuple(bounds))
+
+    def is_best(self, problem: FlowProblem, at: Sizes) -> bool:
+        """Is the chosen plan the fastest that fits, by the numbers at some sizes?"""
+        fits = [all(p.at(at) <= b.at(at) for p, b in zip(row, self.bounds, strict=True)) for row in self.peaks]
+        ticks = [extra_ticks(problem, schedule) for schedule in self.schedules]
+        return fits[0] and ticks[0] <= min(t for t, is_fitting in zip(ticks, fits, strict=True) if is_fitting)
+
+    def fits_at(self, at: Sizes) -> bool:
+        """Does the chosen plan keep within the limits at some sizes?"""
+        return all(peak.at(at) <= bound.at(at) for peak, bound in zip(self.peaks[0], self.bounds, strict=True))
+
+
+def _limits(prepared: Prepared, request: Request) -> list[tuple[Counts, Bound]]:
+    """What counts for each budget, and its bound: that of the graph first."""
+    graph, sizes = prepared.problem.graph, prepared.storages.sizes
+    shares = Shares.find(graph)
+    asked: list[tuple[Counts, Any]] = [] if request.budget is None else [(None, request.budget)]
+    asked += [(region_counts(shares, region), budget) for region, budget in enumerate(shares.budgets)]
+    whole = Planner(prepared.problem, prepared.storages).without_recompute.simulation
+    found = []
+    for counts, budget in asked:
+        if budget.num_bytes is not None:
+            found.append((counts, Bound(num_bytes=budget.num_bytes)))
+        else:
+            found.append((counts, Bound(part=budget.fraction, whole=peak_terms(whole, sizes, counts))))
+    return found
+
+
+def _best_found(
+    pool: _Pool, prepared: Prepared, request: Request, prices: Prices, symbol: Any
+) -> Iterator[SymbolRange]:
+    """Where a plan is the fastest of those found that keep within the budgets."""
+    problem, sizes, among = prepared.problem, prepared.storages.sizes, len(pool.schedules) - 1
+    # A plan for a range is made for the range's upper end, and need not be the best one here.
+    starts = [sizes.values[symbol], _last(lambda n: pool.fits_at(sizes.at({symbol: n})), sizes, symbol)]
+    try:
+        totals = [schedule_total(problem, schedule, prices) for schedule in pool.schedules]
+        rows = [Measured(total, peaks) for total, peaks in zip(totals, pool.peaks, strict=True)]
+        proof = PoolProof(rows[0], rows[1:], pool.bounds, Line(sizes, symbol))
+        yield from _proved(proof, sizes, symbol, "best", starts, among=among)
+    except (NotPolynomial, TooLong):
+
+        def is_best(at: Sizes) -> bool:
+            return pool.is_best(at_sizes(problem, request.cost_model, at, fuses=request.fuses)[0], at)
+
+        yield from _sampled(is_best, sizes, symbol, "best", among=among)
+
+
+def _last(holds: Callable[[int], bool], sizes: Sizes, symbol: Any) -> int:
+    """The largest value of a symbol at which something holds, the present one if it does not hold there."""
+    value: int = sizes.values[symbol]
+    if not holds(value):
+        return value
+    found = largest_where(holds, sizes, symbol)
+    return value if found is None else found
+
+
+# -------------------------------------------------------------------------------------------------- rows
+
+
+class Proof(Protocol):
+    """Knows at which values something holds."""
+
+    def holds_at(self, value: int) -> bool:
+        """Does it at one value?"""
+
+    def holds_on(self, low: int, high: int) -> bool:
+        """Is it certain at all values of a range?"""
+
+
+def _proved(
+    proof: Proof, sizes: Sizes, symbol: Any, meaning: str, starts: Sequence[int], *, coarseness: int = 0, among: int = 0
+) -> Iterator[SymbolRange]:
+    """The range around the first of some values at which something holds; nothing if it holds at none of them."""
+    lowest, highest, has_end = _bounds_of(sizes, symbol)
+    start = next((n for n in starts if proof.holds_at(n)), None)
+    if start is None:
         return
-    if Planner(problem, prepared.storages).fastest.schedule.events != chosen.schedule.events:
-        return
-
-    def is_same(at: Sizes) -> bool:
-        other, _ = at_sizes(problem, model, at, fuses=fuses)
-        return other.saved(other.cut()) == saved
-
-    for symbol in sizes.backed:
-        yield from _sampled(is_same, sizes, symbol, "best")
+    low, high = lowest, highest
+    if not proof.holds_on(low, high):
+        low, high = widest(proof.holds_at, start, lowest, highest, coarseness)
+        while not proof.holds_on(low, high):  # it does not hold somewhere in between
+            low, high = (low + start + 1) // 2, (high + start) // 2
+    end = None if high == highest and not has_end else high
+    yield SymbolRange(symbol.name, meaning, low, end, is_proved=True, among=among)
 
 
-def _sampled(holds: Callable[[Sizes], bool], sizes: Sizes, symbol: Any, meaning: str) -> Iterator[SymbolRange]:
+def _sampled(
+    holds: Callable[[Sizes], bool], sizes: Sizes, symbol: Any, meaning: str, *, among: int = 0
+) -> Iterator[SymbolRange]:
     """The range around a symbol's value in which something held wherever it was looked at."""
     if not holds(sizes):
         return
     value = sizes.values[symbol]
+    lowest, highest, _ = _bounds_of(sizes, symbol)
+    seen = [value]
+    for factor in FACTORS:
+        if (n := max(value // factor, lowest)) == seen[-1] or not holds(sizes.at({symbol: n})):
+            break
+        seen.append(n)
+    low = seen[-1]
+    for factor in FACTORS:
+        if (n := min(value * factor, highest)) in seen or not holds(sizes.at({symbol: n})):
+            break
+        seen.append(n)
+    high = max(seen)
+    yield SymbolRange(symbol.name, meaning, low, high, is_proved=False, sampled=tuple(sorted(seen)), among=among)
+
+
+def _bounds_of(sizes: Sizes, symbol: Any) -> tuple[int, int, bool]:
+    """The least and largest value of a symbol, and whether the latter is known."""
     least, most = symbol_bounds(sizes.shape_env, symbol)
-    lowest, highest = max(least or 0, 1), LARGEST_SIZE if most is None else most
-    low = high = value
-    for factor in FACTORS:
-        if (n := max(value // factor, lowest)) == low or not holds(sizes.at({symbol: n})):
-            break
-        low = n
-    for factor in FACTORS:
-        if (n := min(value * factor, highest)) == high or not holds(sizes.at({symbol: n})):
-            break
-        high = n
-    yield SymbolRange(symbol.name, meaning, low, high, is_proved=False)
+    return max(least or 0, 1), LARGEST_SIZE if most is None else most, most is not None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -149,10 +149,17 @@ class Profile(Roofline):
     Measured times vary, so plans may differ from one process to the next; a cached plan is as good as a new one.
     """
 
+    measures: ClassVar[bool] = True
+    """Asking it about other sizes runs ops at those sizes."""
+
     def recompute_seconds(self, call: OpCall) -> float:
         """The measured time of the call."""
         measured = None if call.facts.kind in ARITHMETIC else measured_seconds(call)
         return Roofline.recompute_seconds(self, call) if measured is None else measured
+
+    def is_formula(self, call: OpCall) -> bool:
+        """What is measured is known at the sizes of the example alone."""
+        return call.facts.kind in ARITHMETIC
 
 
 @cache

@@ -197,6 +197,16 @@ def masked_select(mark: Mark) -> nn.Module:
 
 
 @program(is_unbacked=True)
+def boolean_index(mark: Mark) -> nn.Module:
+    inner = mark(lambda net, x: net.mlp(x.exp()[x[:, 0] > 0]).sin(), policy=remat.policies.save_matmuls())
+
+    def body(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return inner(net, x).tanh()
+
+    return Net(body)
+
+
+@program(is_unbacked=True)
 def item(mark: Mark) -> nn.Module:
     inner = mark(lambda net, x, n: net.mlp(x[:n]).sin() * n)
 

@@ -54,6 +54,7 @@ QUICK = {
         ("nonzero", "dynamic=True", 12_000),
         ("nonzero_inside_a_region", "automatic", None),
         ("masked_select", "automatic", None),
+        ("boolean_index", "dynamic=True", 12_000),
         ("item", "mark_dynamic", None),
         ("dropout_of_unknown_size", "dynamic=True", None),
     },
@@ -131,6 +132,12 @@ def test_size_of_a_selection_is_bounded_by_what_is_selected_from() -> None:
     assert all(found.name not in guard for guard in plan.guards), "what only the data tells cannot be guarded on"
 
 
+def test_mask_selects_no_more_than_it_has_elements() -> None:
+    (plan,) = planned("boolean_index", memory_budget="1MB")
+    known = {symbol.origin: symbol for symbol in plan.symbols}
+    assert known["upper bound"].bound == known["size of the example"].name
+
+
 def test_asserted_bound_is_taken_for_a_size_of_data() -> None:
     (plan,) = planned("item", memory_budget="1MB")
     assert {s.bound for s in plan.symbols if s.origin == "upper bound"} == {plan.symbols[0].name}
@@ -170,11 +177,11 @@ def test_wrong_hint_says_what_is_allowed(value: Any) -> None:
 def test_budget_that_no_size_of_the_stated_range_may_exceed() -> None:
     """`mark_dynamic(min, max)` asks for one graph: the plan is made for the largest size, or refused."""
 
-    def step(num_bytes: int) -> list[remat.Plan]:
+    def step(num_bytes: int, **more: Any) -> list[remat.Plan]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = PROGRAMS["layers"].make(unmarked)
-        options = {"inner": "aot_eager", "memory_budget": num_bytes}
+        options = {"inner": "aot_eager", "memory_budget": num_bytes, **more}
         compiled = torch.compile(model, backend="remat", options=options, fullgraph=True)
         with collected() as graphs:
             for size in (12, 100, 7):
@@ -189,3 +196,6 @@ def test_budget_that_no_size_of_the_stated_range_may_exceed() -> None:
     with pytest.raises(BackendCompilerFailed) as caught:
         step(50_000)
     assert isinstance(caught.value.inner_exception, InfeasibleBudget)
+    with pytest.warns(UserWarning, match="Taking the lowest plan"):
+        (plan,) = step(50_000, on_infeasible="minimum")
+    assert plan.guards == ()

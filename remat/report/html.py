@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..passes.plan_sizes import general_text, size_lines
 from .model import GraphReport, printable
 from .svg import svg
 
@@ -92,6 +93,7 @@ def _graph(graph: GraphReport) -> dict[str, Any]:
                 graph.row[d.value].no_save,
                 graph.row[d.value].no_recompute,
                 int(graph.row[d.value].is_view),
+                general_text(d),
             ]
             for d in plan.decisions
         ],
@@ -109,4 +111,5 @@ def _graph(graph: GraphReport) -> dict[str, Any]:
         "whole_bytes": plan.peak_without_recompute_bytes,
         "planner": plan.planner,
         "num_nodes": plan.num_nodes,
+        "sizes": [list(line) for line in size_lines(plan)],
     }

@@ -43,7 +43,7 @@
       const [name, op, args, value, , region, module, label, source] = graph.nodes[d[0]];
       const row = {
         name, op, args, value, region, module, label, source, state: d[1], reason: d[2], bytes: d[3], runs: d[4],
-        save: d[5], recompute: d[6], policy: d[7], noSave: d[8], noRecompute: d[9], isView: d[10],
+        save: d[5], recompute: d[6], policy: d[7], noSave: d[8], noRecompute: d[9], isView: d[10], general: d[11],
       };
       row.shown = label ? `${name} (${label})` : name;
       row.text = [name, label, op, row.state, row.reason, region, module, source, row.policy].join(" ").toLowerCase();
@@ -69,7 +69,9 @@
     if (graph.budget_bytes !== null) box.append(figure("budget", bytes(graph.budget_bytes), `planner: ${graph.planner}`));
     if (graph.whole_bytes !== null) box.append(figure("peak if all were kept", bytes(graph.whole_bytes), ""));
     box.append(figure("joint graph", `${graph.num_nodes} nodes`, `for ${peak.executor}`));
-    return box;
+    if (!graph.sizes.length) return box;
+    const lines = graph.sizes.flatMap(([title, text]) => [make("dt", {}, title), make("dd", {}, text)]);
+    return make("div", {}, box, make("dl", { class: "sizes" }, ...lines));
   }
 
   // ----------------------------------------------------------------------------------------------- timeline
@@ -295,6 +297,7 @@
       const facts = [
         `${row.state}${row.runs ? ` ×${row.runs}` : ""}: ${row.reason}`,
         `keeping it costs ${seconds(row.save)} and ${bytes(row.bytes)}; running it again costs ${seconds(row.recompute)}`,
+        row.general && `at other sizes: ${row.general}`,
         row.noSave && `may not be saved: ${row.noSave}`,
         row.noRecompute && `may not be recomputed: ${row.noRecompute}`,
         row.policy && `the region's policy answered ${row.policy}`,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..passes.plan import Decision
-from ..passes.plan_sizes import size_lines
+from ..passes.plan_sizes import general_text, size_lines
 from .model import GraphReport, NodeRow, duration, printable, short_source, size
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def _decision_notes(graph: GraphReport, row: NodeRow) -> Iterator[str]:
     decision = graph.decision.get(row.name)
     if decision is not None:
         yield f"{_state(graph, decision)}: {decision.reason.value}"
-        yield size(decision.num_bytes) + (f" = {decision.expression} bytes" if decision.expression else "")
+        general = general_text(decision)
+        yield size(decision.num_bytes) + (f" = {general}" if decision.expression else f", {general}" if general else "")
     elif row.base and row.base != row.name and row.base in graph.decision:
         yield f"view of {row.base}"
 

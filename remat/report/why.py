@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..passes.constraints import Reason
 from ..passes.errors import OptionError
 from ..passes.plan import Action, Decision
+from ..passes.plan_sizes import general_text
 from .model import FORWARD_ROLES, PAST, GraphReport, NodeRow, duration, printable, short_source, size
 
 NUM_SHOWN = 5
@@ -124,6 +125,9 @@ def _verdict(
     yield f"  price of keeping it: {duration(row.save_seconds)}, {size(row.num_bytes)} until backward has read it"
     runs = f", run {decision.num_recomputes} times" if decision.num_recomputes > 1 else ""
     yield f"  price of running it again: {duration(row.recompute_seconds)}{runs}"
+    general = general_text(decision)
+    if general:
+        yield f"  at other sizes: {general}"
     yield from _other_choice(alternative)
     yield from _what_would_change(graph, row, decision, alternative)
 
