@@ -14,6 +14,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed
 import torch.fx as fx
 
 # What the eager engine needs.
@@ -27,6 +28,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
     _get_dispatch_mode,
     _IncludeDispatchKeyGuard,
+    _len_torch_dispatch_stack,
     _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
     _TorchDispatchModeKey,
@@ -132,6 +134,7 @@ __all__ = [
     "get_function_mode_stack",
     "get_graph_exec_group",
     "graph_module",
+    "has_process_group",
     "inductor_mode_options",
     "inductor_option_names",
     "is_any_autocast_enabled",
@@ -172,6 +175,14 @@ __all__ = [
     "watched_collectives",
     "without_modes",
 ]
+
+
+if torch.distributed.is_available():
+    from torch.distributed import distributed_c10d
+
+    _distributed: Any = distributed_c10d
+else:
+    _distributed = None
 
 
 def __getattr__(name: str) -> Any:
@@ -473,12 +484,13 @@ _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every
 
 def is_tracing_proxies() -> bool:
     """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
-    return _get_dispatch_mode(_PROXY) is not None and not _is_non_strict_tracing()
+    return is_tracing() and not _is_non_strict_tracing()
 
 
 def is_tracing() -> bool:
     """True while ops are being recorded into an FX graph by anybody."""
-    return _get_dispatch_mode(_PROXY) is not None
+    # How many modes there are is quicker to ask for, and mostly there is none.
+    return _len_torch_dispatch_stack() != 0 and _get_dispatch_mode(_PROXY) is not None
 
 
 def fx_current_meta() -> dict[str, Any]:
@@ -649,6 +661,14 @@ def next_region_number() -> int:
     from torch._higher_order_ops.wrap import uid
 
     return next(uid)
+
+
+def has_process_group() -> bool:
+    """True if this process can communicate with others.
+
+    The same as `torch.distributed.is_initialized`, which takes four calls, for who asks in every region.
+    """
+    return _distributed is not None and _distributed._world.default_pg is not None
 
 
 def is_faking() -> bool:

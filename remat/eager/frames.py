@@ -20,6 +20,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import is_grad_enabled
 
 from remat.eager import ambient as ambient_settings
 from remat.eager import rng
@@ -171,21 +172,21 @@ class Frame:
 
     def _recompute_for(self, holder: Holder, task: Any, group: Any) -> torch.Tensor:
         with self._lock:  # two threads of one backward may ask at once; the second finds the value
+            if holder.peek(task) is None:
+                if group is not None:
+                    self._recompute_in_group(group)
+                elif task == -1:
+                    self._recompute(task, holder)  # outside of backward nobody else's values are wanted
+                elif task in self._tasks:
+                    raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
+                else:
+                    self._recompute(task, None)
+                    self.note_recomputed(task)
             value = holder.take(task)
-            if value is not None:
-                return _accepted(value)
-            if group is not None:
-                self._recompute_in_group(group)
-            elif task == -1:
-                self._recompute(task, holder)  # outside of backward nobody else's values are wanted
-            elif task in self._tasks:
-                raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
-            else:
-                self._recompute(task, None)
-                self.note_recomputed(task)
-            value = holder.take(task)
-            assert value is not None, "a recomputation that ended well fills every living holder"
-            return _accepted(value)
+        if type(value) is Overwritten:
+            raise value.refuse()
+        assert value is not None, "a recomputation that ended well fills every living holder"
+        return value  # type: ignore[return-value]
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
@@ -206,9 +207,7 @@ class Frame:
         """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
         SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
         run = Recomputation(self, outer.task, None, stops=False)
-        execution = Execution(self, outer, outer.task)
-        execution.replay, execution.watched = self.store, outer.watched
-        local.execution = execution
+        local.execution = execution = Execution.again(self, outer.task, outer.watched)
         context: AbstractContextManager[Any] | None = None
         if self.make_replayer is not None:
             context = execution.mode = self.make_replayer(self.store)
@@ -253,26 +252,26 @@ class Frame:
             return  # an outer region, asked for these arguments, has been run again, and this one with it
         run = Recomputation(self, task, only)
         surroundings = self._surroundings(run)
-        had_grad, outer = torch.is_grad_enabled(), local.execution
+        had_grad, outer = is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
-        local.execution = execution = Execution(self, outer, task)
-        execution.replay = self.store
+        watched: list[Any] = []
+        local.execution = execution = Execution.again(self, task, watched)
         set_grad_enabled(True)
         try:
             if surroundings:
                 execution.mode = surroundings[-1] if self.make_replayer is not None else None
-                with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
-                    run.call(self._function, args, kwargs, execution.watched)
+                with surroundings[0] if len(surroundings) == 1 else all_of(surroundings):
+                    run.call(self._function, args, kwargs, watched)
             else:
-                run.call(self._function, args, kwargs, execution.watched)
-            settle(self, execution.watched, task)
+                run.call(self._function, args, kwargs, watched)
+            settle(self, watched, task)
         except BaseException as error:
-            for _, _, holder in execution.watched:  # of this region, and of inner ones that ran again with it
+            for _, _, holder in watched:  # of this region, and of inner ones that ran again with it
                 holder.take(task)
             advise(error, self, "recomputation")
             raise
         finally:
-            execution.watched.clear()  # the tensors in it know the hooks by their history, and those know the list
+            watched.clear()  # the tensors in it know the hooks by their history, and those know the list
             set_grad_enabled(had_grad)
             local.execution = outer
             if random_state is not None:
@@ -344,14 +343,9 @@ def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
         return check(tensor)
 
 
-def _accepted(value: torch.Tensor | Overwritten) -> torch.Tensor:
-    if type(value) is Overwritten:
-        raise value.refuse()
-    return value  # type: ignore[return-value]
-
-
 @contextmanager
-def _all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+def all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run a block under several contexts, the first one outermost."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

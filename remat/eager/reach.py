@@ -11,13 +11,14 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import operator
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -155,19 +156,14 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         found.tensor_names.append((name, None))
     elif kind == GENERATOR:
         found.generators.append(value)
-    elif type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
-        _add_tensors(name, value, found)
+    elif type(value) is list and len(value) <= _MAX_ITEMS and _PLAIN_TENSORS.issuperset(map(type, value)):
+        found.tensors += value  # weights, say: in one go
+        found.tensor_names.append((name, len(value)))
     elif id(value) not in found.visited:
         found.visited[id(value)] = value
         if kind == MODULE:
             found.modules.append((name, value))
         todo.append((name, value, kind))
-
-
-def _add_tensors(name: Name, tensors: list[torch.Tensor], found: Reached) -> None:
-    if len(tensors) <= _MAX_ITEMS:
-        found.tensors += tensors
-        found.tensor_names.append((name, len(tensors)))
 
 
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
@@ -271,24 +267,51 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
         _meet("default argument", function.__defaults__, found, todo)
     if function.__kwdefaults__:
         _meet("default argument", function.__kwdefaults__, found, todo)
-    if not _is_users(function):
-        return  # torch's own globals hold no user state
-    variables = function.__globals__
-    for name in facts.global_names:
-        value = variables.get(name)
-        if value is None:
-            continue
-        kind = _kinds.get(type(value))
-        if kind is None:
-            kind = kind_of(value)
-        if kind == CALLABLE:
-            for other_variables, other_name in _variables_behind(value):
-                _meet(other_name, other_variables.get(other_name), found, todo)
-        elif kind != NOTHING:
-            _meet(name, value, found, todo)
+    if facts.global_names and _is_users(function):  # torch's own globals hold no user state
+        variables = function.__globals__
+        inert = facts.inert
+        if inert is None or not all(map(operator.is_, map(variables.get, inert.names), inert.values)):
+            inert = facts.inert = _find_inert(facts.global_names, variables)
+        for name in inert.other_names:
+            _meet_global(name, variables, found, todo)
 
 
-@dataclass(frozen=True, slots=True)
+def _meet_global(name: str, variables: dict[str, Any], found: Reached, todo: Todo) -> None:
+    value = variables.get(name)
+    if value is None:
+        return
+    kind = kind_of(value)
+    if kind == CALLABLE:
+        for other_variables, other_name in _variables_behind(value):
+            _meet(other_name, other_variables.get(other_name), found, todo)
+    elif kind != NOTHING:
+        _meet(name, value, found, todo)
+
+
+class InertGlobals(NamedTuple):
+    """Globals of a function behind which there is nothing of the user's, as long as they are what they were."""
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    other_names: tuple[str, ...]
+
+
+def _find_inert(names: tuple[str, ...], variables: dict[str, Any]) -> InertGlobals:
+    inert = tuple(name for name in names if _is_inert(variables.get(name)))
+    others = tuple(name for name in names if name not in inert)
+    return InertGlobals(inert, tuple(variables.get(name) for name in inert), others)
+
+
+def _is_inert(value: Any) -> bool:
+    """True for modules, and for functions and classes of torch's, Python's and so on."""
+    if value is None or type(value) is types.ModuleType:
+        return True
+    if isinstance(value, type):
+        return not _is_users_class(value)
+    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not _is_users(value)
+
+
+@dataclass(slots=True)
 class CodeFacts:
     """The names that a function's code speaks of."""
 
@@ -296,6 +319,8 @@ class CodeFacts:
     """Held, so that no other code takes its id."""
     free_names: tuple[str, ...]
     global_names: tuple[str, ...]
+    inert: InertGlobals | None = None
+    """Of the function that had this code when it was last looked into."""
 
 
 _MAX_CODES = 4096
@@ -315,7 +340,7 @@ _users_packages: dict[str | None, bool] = {None: True}
 
 def _is_users(function: Any) -> bool:
     module = getattr(function, "__module__", None)
-    is_users = _users_packages.get(module)
+    is_users = _users_packages.get(module)  # asked for each function of each call
     if is_users is None:
         assert module is not None, "known from the start"
         is_users = _users_packages[module] = module.partition(".")[0] not in _WITHOUT_STATE

@@ -262,7 +262,7 @@ def settle(frame: Frame, watched: list[Any], task: Any) -> None:
     for tensor, version, holder in watched:
         is_same = version == -1 or tensor._version == version
         if is_same and holder.task == task:  # the usual case, without calls
-            if holder.value is tensor and tensor.requires_grad:
+            if holder.value is tensor and not tensor.is_leaf:
                 holder.value = tensor.data
         elif holder.take(task) is not None:
             holder.put(task, tensor.data if is_same else Overwritten(frame, tensor))

@@ -9,10 +9,11 @@ probe expects, the slow public calls are used. Generators of accelerators are re
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -38,6 +39,13 @@ class _GlobalGenerator(Protocol):
 class _NoGenerator:
     """Stands for the generator of a library that is not installed."""
 
+    mark = gauss = b""
+    bit_generator = _bit_generator = None
+
+    @property
+    def state(self) -> _NoGenerator:
+        return self
+
     def peek(self) -> Any:
         return None
 
@@ -60,21 +68,21 @@ class _PythonByMemory:
 
     def __init__(self, instance: random.Random) -> None:
         words = (ctypes.c_ubyte * (4 + 4 * _NUM_WORDS)).from_address(id(instance) + object.__basicsize__)
-        self._instance = instance
+        self.instance = instance
         self._live = memoryview(words).cast("B")
         # A draw moves the index, which comes first; a new batch of words changes the first of them.
-        self._mark = self._live[:_NUM_MARK_BYTES]
-        self._last_mark = self._last = b""
+        self.mark = self._live[:_NUM_MARK_BYTES]
+        self._last = b""
 
     def peek(self) -> tuple[bytes, float | None]:
-        mark = self._mark.tobytes()
-        if mark != self._last_mark:  # one copy for all regions between two draws
-            self._last_mark, self._last = mark, self._live.tobytes()
-        return self._last, self._instance.gauss_next  # type: ignore[attr-defined]
+        last = self._last
+        if self.mark.tobytes() != last[:_NUM_MARK_BYTES]:  # one copy for all regions between two draws
+            last = self._last = self._live.tobytes()
+        return last, self.instance.gauss_next  # type: ignore[attr-defined]
 
     def restore(self, state: tuple[bytes, float | None]) -> None:
         words = memoryview(state[0]).cast("I").tolist()
-        self._instance.setstate((random.Random.VERSION, (*words[1:], words[0]), state[1]))
+        self.instance.setstate((random.Random.VERSION, (*words[1:], words[0]), state[1]))
 
 
 def _python_generator() -> _GlobalGenerator:
@@ -114,21 +122,21 @@ class _NumpyByMemory:
     def __init__(self, state: Any, gauss_offset: int) -> None:
         bit_generator = state._bit_generator
         address = bit_generator.ctypes.state_address
-        self._state = state
-        self._bit_generator = bit_generator  # keeps the memory below alive
+        self.state = state
+        self.bit_generator = bit_generator  # keeps the memory below alive
         self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
-        self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
+        self.gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
         # A draw moves the position, which comes last; a new batch of words changes the last of them.
-        self._mark = self._words[-_NUM_MARK_BYTES:]
-        self._last_mark = self._last = b""
+        self.mark = self._words[-_NUM_MARK_BYTES:]
+        self._last = b""
 
     def peek(self) -> Any:
-        if self._state._bit_generator is not self._bit_generator:
+        if self.state._bit_generator is not self.bit_generator:
             return _NumpyBySlowCalls().peek()
-        mark = self._mark.tobytes()
-        if mark != self._last_mark:  # one copy for all regions between two draws
-            self._last_mark, self._last = mark, self._words.tobytes()
-        return self._last, self._gauss.tobytes()
+        last = self._last
+        if self.mark.tobytes() != last[-_NUM_MARK_BYTES:]:  # one copy for all regions between two draws
+            last = self._last = self._words.tobytes()
+        return last, self.gauss.tobytes()
 
     def restore(self, state: Any) -> None:
         if not isinstance(state[0], bytes):
@@ -162,14 +170,14 @@ class _TorchByMemory:
         self._generator = generator
         # A draw moves the position, which comes with the seed before the words; a new batch of words changes the first
         # of them. Behind the words are the spare normal numbers.
-        self._mark, self._spares = live[:_NUM_TORCH_MARK_BYTES], live[_TORCH_WORDS_END:]
+        self.mark, self.spares = live[:_NUM_TORCH_MARK_BYTES], live[_TORCH_WORDS_END:]
         self._last: tuple[bytes, bytes, torch.Tensor | None] = (b"", b"", None)
 
     def peek(self) -> Any:
-        mark, spares, last = self._mark.tobytes(), self._spares.tobytes(), self._last
+        mark, spares, last = self.mark.tobytes(), self.spares.tobytes(), self._last
         while mark != last[0] or spares != last[1]:  # one copy for all regions between two draws
             last = (mark, spares, self._generator.get_state())
-            mark, spares = self._mark.tobytes(), self._spares.tobytes()  # again: another thread may draw meanwhile
+            mark, spares = self.mark.tobytes(), self.spares.tobytes()  # again: another thread may draw meanwhile
         self._last = last
         return last
 
@@ -244,24 +252,93 @@ _python = _python_generator()
 _numpy = _numpy_generator()
 
 
+class GlobalState:
+    """The state of the three global generators at one moment; one object stands for all moments between two draws.
+
+    None in place of Python's or NumPy's says that theirs is to be left alone.
+    """
+
+    __slots__ = ("cpu", "gauss", "mark", "numpy", "of_torch", "python")
+
+    cpu: Any
+    python: Any
+    numpy: Any
+    mark: bytes
+    """What the memory of all three looked like, as far as a draw changes it."""
+    gauss: Any
+    """Python's spare normal number."""
+    of_torch: GlobalState
+    """The same without Python's and NumPy's."""
+
+    def __init__(self, cpu: Any, python: Any = None, numpy: Any = None) -> None:
+        self.cpu, self.python, self.numpy = cpu, python, numpy
+        self.mark, self.gauss = b"", None
+
+    def limited(self, *, python: bool, numpy: bool) -> GlobalState:
+        """Return the same without Python's or NumPy's."""
+        if not python and not numpy:
+            return self.of_torch
+        return GlobalState(self.cpu, self.python if python else None, self.numpy if numpy else None)
+
+
+def _read_state() -> GlobalState:
+    """Read the generators one by one."""
+    state = GlobalState(_torch.peek(), _python.peek(), _numpy.peek())
+    state.of_torch = GlobalState(state.cpu)
+    return state
+
+
+class _StateByMemory:
+    """Reads all three generators at once, by one copy of the bytes that a draw from any of them changes."""
+
+    def __init__(self, cpu: _TorchByMemory, python: _PythonByMemory, numpy: _NumpyByMemory | _NoGenerator) -> None:
+        self._look = functools.partial(b"".join, (cpu.mark, cpu.spares, python.mark, numpy.mark, numpy.gauss))
+        self._python = python.instance
+        self._numpy, self._bit_generator = numpy.state, numpy.bit_generator
+        self._newest = _read_state()
+
+    def __call__(self) -> GlobalState:
+        newest = self._newest
+        while True:
+            mark, gauss = self._look(), self._python.gauss_next  # type: ignore[attr-defined]
+            if mark == newest.mark and gauss is newest.gauss and self._numpy._bit_generator is self._bit_generator:
+                self._newest = newest
+                return newest
+            if self._numpy._bit_generator is not self._bit_generator:
+                return _read_state()
+            newest = _read_state()  # and look again: another thread may draw meanwhile
+            newest.mark, newest.gauss = mark, gauss
+
+
+def _reader_of_all() -> Callable[[], GlobalState]:
+    """Return what reads the state of all global generators in the quickest way there is."""
+    is_quick = isinstance(_torch, _TorchByMemory) and isinstance(_python, _PythonByMemory)
+    if is_quick and isinstance(_numpy, (_NumpyByMemory, _NoGenerator)):
+        return _StateByMemory(_torch, _python, _numpy)  # type: ignore[arg-type]
+    return _read_state
+
+
+global_state = _reader_of_all()
+
+
 class RngSnapshot:
     """The random state at a region's entry; what the forward did not touch is dropped at its end."""
 
-    __slots__ = ("cpu", "devices", "generators", "numpy", "python")
+    __slots__ = ("devices", "generators", "globals")
 
     def __init__(self, devices: Iterable[torch.device], generators: Sequence[Any]) -> None:
-        self.cpu: Any = _torch.peek()
-        self.python: Any = _python.peek()
-        self.numpy: Any = _numpy.peek()
+        self.globals = global_state()
         self.devices = [(d, device_module(d.type).get_rng_state(d)) for d in devices] if devices else []
         self.generators = [(g, state_of(g)) for g in generators] if generators else []
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
-        if _python.peek() == self.python:
-            self.python = None
-        if _numpy.peek() == self.numpy:
-            self.numpy = None
+        before, after = self.globals, global_state()
+        if after is before:
+            self.globals = before.of_torch
+            return
+        is_drawn_from = {"python": _differ(before.python, after.python), "numpy": _differ(before.numpy, after.numpy)}
+        self.globals = before.limited(**is_drawn_from)
 
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
@@ -278,6 +355,14 @@ class RngSnapshot:
         return any(_are_same(generator, known) for known, _ in self.generators)
 
 
+def _differ(before: Any, after: Any) -> bool:
+    """True for two states of Python's or NumPy's generator that are not the same."""
+    if before is after:
+        return False
+    # What NumPy's public calls return is compared as text: its parts are arrays, which answer one by one.
+    return bool(before[0] != after[0] or (type(before[0]) is not str and before != after))
+
+
 def _are_same(left: Any, right: Any) -> bool:
     """True for one generator of torch's, which the dispatcher may hand out as another Python object."""
     return left is right or (isinstance(right, Generator) and left._cdata == right._cdata)  # type: ignore[attr-defined]
@@ -286,29 +371,36 @@ def _are_same(left: Any, right: Any) -> bool:
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    current.cpu = _torch.peek()
-    devices, generators = snapshot.devices, snapshot.generators
+    devices, generators, wanted, now = snapshot.devices, snapshot.generators, snapshot.globals, global_state()
     current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in devices] if devices else devices
     current.generators = [(g, state_of(g)) for g, _ in generators] if generators else generators
-    current.python = None if snapshot.python is None else _python.peek()
-    current.numpy = None if snapshot.numpy is None else _numpy.peek()
-    put_back(snapshot)
+    is_of_torch = wanted.python is wanted.numpy is None
+    current.globals = now.of_torch if is_of_torch else _limited_like(now, wanted)
+    _put_back(snapshot, now)
     return current
+
+
+def _limited_like(state: GlobalState, other: GlobalState) -> GlobalState:
+    return state.limited(python=other.python is not None, numpy=other.numpy is not None)
 
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    now, wanted = _torch.peek(), snapshot.cpu
-    if now is not wanted and now[:2] != wanted[:2]:  # the same object between two draws
-        _torch.restore(wanted)
+    _put_back(snapshot, global_state())
+
+
+def _put_back(snapshot: RngSnapshot, now: GlobalState) -> None:
+    wanted = snapshot.globals
+    if now.cpu is not wanted.cpu and now.cpu[:2] != wanted.cpu[:2]:  # the same object between two draws
+        _torch.restore(wanted.cpu)
+    if wanted.python is not None:
+        _python.restore(wanted.python)
+    if wanted.numpy is not None:
+        _numpy.restore(wanted.numpy)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
         restore_state(generator, state)
-    if snapshot.python is not None:
-        _python.restore(snapshot.python)
-    if snapshot.numpy is not None:
-        _numpy.restore(snapshot.numpy)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ buffer itself alone, so that module state moves once per call.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +35,16 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except (RuntimeError, AttributeError):  # inference tensors, some wrapper subclasses
         return -1
+
+
+read_version = operator.attrgetter("_version")
+
+
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(read_version, tensors))
+    except (RuntimeError, AttributeError):
+        return list(map(version_of, tensors))
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,13 +215,14 @@ class WatchedState:
         self._tensors = list(map(weakref.ref, reached.tensors))
         self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
+        self._identities: list[int] = []
         self.buffers: BufferState | None = None
         if reached.modules:
             self._look_into_modules(reached.modules, region_key)
+            self._identities = self._read_identities()
             self._versions = self._read_versions()
         else:
-            self._versions = [version_of(tensor) for tensor in reached.tensors]
-        self._identities = self._read_identities()
+            self._versions = _versions_of(reached.tensors)
 
     def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
@@ -261,6 +273,8 @@ class WatchedState:
         FSDP's gathered and sharded parameters take each other's place, and so do those that a hook fetches from
         elsewhere, which are on `meta` until then.
         """
+        if not self._parameters:
+            return None
         now = self._read_identities()
         if now == self._identities or len(now) != len(self._identities) or may_be_sharded():
             return None
