@@ -25,8 +25,7 @@ from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
-_LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
-_RESTING_MAX_BYTES = 1 << 16  # nor is the copy of a larger one kept on, if it does not
+_RESTING_MAX_BYTES = 1 << 16  # the copy of a larger buffer is not kept on, if a region's first call leaves it alone
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -45,6 +44,14 @@ def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
         return list(map(read_version, tensors))
     except (RuntimeError, AttributeError):
         return list(map(version_of, tensors))
+
+
+Stamp = tuple[int, int, int]
+"""Identity, version and memory of a buffer: `buffer.data = other` changes the memory alone."""
+
+
+def _stamp(buffer: torch.Tensor) -> Stamp:
+    return id(buffer), version_of(buffer), _storage_id(buffer)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,11 +75,14 @@ class BufferFacts:
 
     changed: set[str] = field(default_factory=set)
     looked_in: set[tuple[Any, bool]] = field(default_factory=set)
-    resting: dict[str, tuple[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
-    """Copies of small buffers that nobody has changed so far, with identity and version of what they are copies of.
+    resting: dict[str, tuple[Stamp, torch.Tensor]] = field(default_factory=dict)
+    """Copies of small buffers that nobody has changed so far, with the stamps of what they are copies of.
 
     One region may run different parts of a model from call to call: the first call says nothing about the others.
     """
+
+    steady: set[str] = field(default_factory=set)
+    """Larger buffers that were once looked at before and after a call, and had been left alone by it."""
 
     def look_for_changes(self, module: nn.Module) -> None:
         """Have resting buffers copied in every call from now on if somebody has changed one of them.
@@ -81,7 +91,7 @@ class BufferFacts:
         have begun before the change know the version that they are of.
         """
         values = ((of, module._buffers.get(name)) for name, (of, _) in self.resting.items())
-        if any(value is None or of != (id(value), version_of(value)) for of, value in values):
+        if any(value is None or of != _stamp(value) for of, value in values):
             self.changed.update(self.resting)
 
 
@@ -110,11 +120,11 @@ class BufferState:
                 if value is not None:
                     yield f"{label}.{name}".lstrip("."), module, name, value
 
-    def _read_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
-        return {(id(m), name): (id(value), version_of(value)) for _, m, name, value in self._named()}
+    def _read_versions(self) -> dict[tuple[int, str], Stamp]:
+        return {(id(m), name): _stamp(value) for _, m, name, value in self._named()}
 
     def _snapshot(self, module: nn.Module) -> None:
-        """Copy the buffers of one module that a region changes; on its first call, all small ones."""
+        """Copy the buffers of one module that a region changes; on its first call, all of them."""
         facts = _buffer_facts.get(module)
         if facts is None:
             facts = _buffer_facts[module] = BufferFacts()
@@ -122,10 +132,7 @@ class BufferState:
             facts.look_for_changes(module)
         learning = (self._key, module.training) not in facts.looked_in
         for name, value in module._buffers.items():
-            is_candidate = (
-                learning and value is not None and type(value) is torch.Tensor and value.nbytes <= _LEARN_MAX_BYTES
-            )
-            if value is not None and (name in facts.changed or is_candidate):
+            if value is not None and (name in facts.changed or (learning and type(value) is torch.Tensor)):
                 self._entry.append((module, name, _copy_of(value)))
                 if name not in facts.changed:
                     self._learning.add((id(module), name))
@@ -155,6 +162,8 @@ class BufferState:
         is_copy_of_entry = of == self._versions[id(module), name]
         if copy is not None and is_copy_of_entry and not is_moved and _are_equal(value, copy):
             return  # kernels of batch norm change statistics without counting that
+        if copy is None and not is_moved and name in facts.steady:
+            return  # statistics are never that large
         facts.changed.add(name)
         if copy is not None and is_copy_of_entry:
             self._entry.append((module, name, copy))
@@ -168,6 +177,8 @@ class BufferState:
         if value is not None and value.shape == entry.shape and _are_equal(value, entry):
             if entry.nbytes <= _RESTING_MAX_BYTES:
                 facts.resting[name] = self._versions[id(module), name], entry
+            else:
+                facts.steady.add(name)
             return False
         facts.changed.add(name)
         return True
