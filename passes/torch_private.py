@@ -47,6 +47,7 @@ from torch._C._autograd import _make_saved_tensor as make_saved_tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._C._autograd import _unsafe_set_version_counter as set_versions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack as peek_functorch_stack
@@ -160,6 +161,7 @@ __all__ = [
     "run_with_rng_state",
     "set_grad_enabled",
     "set_graph_exec_group",
+    "set_versions",
     "skip_code",
     "targets_of_wrap_policy",
     "top_saved_tensors_hooks",

@@ -31,6 +31,7 @@ from remat.eager.execution import Execution, local
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, settle
+from remat.eager.renorm import RenormReplay, renormed_twice
 from remat.eager.state import ReadGuard, WatchedState
 from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
@@ -312,6 +313,8 @@ class Frame:
         if moved:
             run.guard = ReadGuard(moved, lambda what: f"{self.label}: {changed_in_place(what)}")
             found.append(run.guard)
+        if state.renormed:
+            found.append(RenormReplay(state.renormed, lambda what: f"{self.label}: {renormed_twice(what)}"))
         return found
 
     @property

@@ -448,6 +448,11 @@ class ModuleTree:
     with_generators: tuple[tuple[weakref.ref[nn.Module], str], ...]
     attributes: tuple[tuple[weakref.ref[nn.Module], str], ...]
     variables: Variables
+    embeddings: tuple[weakref.ref[nn.Module], ...]
+
+    def living_embeddings(self) -> list[Any]:
+        """Return the embeddings, which may change their weights in place."""
+        return [module for reference in self.embeddings if (module := reference()) is not None]
 
     def generators(self) -> list[Any]:
         """Return the generators that are attributes of the modules."""
@@ -482,6 +487,7 @@ def _walk_module(module: nn.Module) -> ModuleTree:
         with_generators=tuple((weakref.ref(m), name) for m, name, v in own if kind_of(v) == GENERATOR),
         attributes=tuple((weakref.ref(m), name) for m, name, v in own if _holds_other_state(v, below)),
         variables=_find_variables(_functions_of_classes({type(m): None for _, m in named})),
+        embeddings=tuple(weakref.ref(m) for _, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag))),
     )
 
 

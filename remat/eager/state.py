@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,7 +219,7 @@ class BufferState:
 class WatchedState:
     """What a region's forward could read besides its arguments, as it was at entry."""
 
-    __slots__ = ("_identities", "_names", "_parameters", "_tensors", "_versions", "buffers")
+    __slots__ = ("_embeddings", "_identities", "_names", "_parameters", "_tensors", "_versions", "buffers", "renormed")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
@@ -227,7 +227,10 @@ class WatchedState:
         self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
         self._identities: list[int] = []
+        self._embeddings: list[Any] = []  # whose weights the forward may shorten
         self.buffers: BufferState | None = None
+        self.renormed: Sequence[tuple[str, torch.Tensor, int]] = ()
+        """Weights of embeddings that the forward has changed, with how often it wrote to them."""
         if reached.modules:
             self._look_into_modules(reached.modules, region_key)
             self._identities = self._read_identities()
@@ -240,6 +243,7 @@ class WatchedState:
         for root, module in modules:
             tree = module_tree(module)
             self._parameters += [((root, name), values) for name, values in tree.parameters]
+            self._embeddings += [e for e in tree.living_embeddings() if e.max_norm is not None]
             for name, reference in tree.with_buffers:
                 child = reference()
                 if child is not None:
@@ -277,6 +281,18 @@ class WatchedState:
         """Finish the notes after the forward."""
         if self.buffers is not None:
             self.buffers.seal()
+        if self._embeddings:
+            self._note_renormed({id(embedding.weight) for embedding in self._embeddings})
+            self._embeddings = []
+
+    def _note_renormed(self, weights: set[int]) -> None:
+        """Take the weights of embeddings for what the forward made of them."""
+        now = self._read_versions()
+        rows = list(zip(self._named(), self._versions, now, strict=True))
+        self.renormed = [
+            (n, w, after - v) for (n, w), v, after in rows if id(w) in weights and w is not None and v != after
+        ]
+        self._versions = [after if id(w) in weights else before for (_, w), before, after in rows]
 
     def replaced(self) -> str | None:
         """Name a parameter in whose place the forward had another tensor; None if all are what they were.
