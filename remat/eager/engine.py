@@ -16,8 +16,8 @@ from remat.eager.ambient import Ambient
 from remat.eager.arguments import SavedArguments
 from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
-from remat.eager.execution import Execution, local
-from remat.eager.frames import Frame, all_of
+from remat.eager.execution import Execution, all_of, local
+from remat.eager.frames import Frame
 from remat.eager.hooks import ends_search
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import generators_of, reach
@@ -86,7 +86,8 @@ def run_region(
 ) -> Any:
     """Call a function as a region: keep its inputs, not its activations, and run it again in backward.
 
-    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called.
+    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called. It is
+    called from here, and not by helpers: regions nest, and each helper would be one more step on Python's stack.
     """
     around = overrides.get()
     debug = spec.debug if around.debug is None else around.debug
@@ -99,27 +100,7 @@ def run_region(
     if get_eval_frame_callback() is not None:
         # Called from compiled code after a graph break: what runs here must run alike in backward, so not
         # compiled.
-        return run_uncompiled(_run_with_grad, function, args, kwargs, spec, context_fn, debug, around)
-    return _run_with_grad(function, args, kwargs, spec, context_fn, debug, around)
-
-
-_NOTHING = object()  # what a function has returned that has not returned
-
-
-def _run_with_grad(
-    function: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    spec: RegionSpec,
-    context_fn: ContextFunction,
-    debug: bool,
-    around: Overrides,
-) -> Any:
-    """Run the forward of a region.
-
-    The function is called from here, and not from further helpers: nested regions are as many times deeper on
-    Python's stack.
-    """
+        return run_uncompiled(run_region, function, args, kwargs, spec, context_fn)
     outer = local.execution
     number, replay, context, out = 0, None, None, _NOTHING
     is_plain = spec.selective is None and context_fn is noop_context_fn and not debug
@@ -158,6 +139,7 @@ def _run_with_grad(
     return out
 
 
+_NOTHING = object()  # what a function has returned that has not returned
 _SUPPRESSED = (
     "torch.utils.checkpoint: the forward context that context_fn returned suppressed an exception raised during the "
     "region's forward, which leaves nothing to return. Let the exception through."
@@ -301,4 +283,4 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
         frame.state.seal()
 
 
-ends_search(_run_with_grad.__code__)
+ends_search(run_region.__code__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,3 +55,12 @@ def is_recomputing() -> bool:
     """True while a region's forward is being run again for backward, on this thread."""
     execution = local.execution
     return local.reentrant_depth > 0 or (execution is not None and execution.is_recomputing)
+
+
+@contextmanager
+def all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run a block under several contexts, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from remat.eager import rng
 from remat.eager.arguments import SavedArguments, argument_name, changed_in_place
 from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
-from remat.eager.execution import Execution, local
+from remat.eager.execution import Execution, all_of, local
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, settle
@@ -39,6 +39,8 @@ from remat.passes.torch_private import (
     current_graph_task_keeps_graph,
     get_graph_exec_group,
     is_full_backward,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     set_grad_enabled,
     skip_code,
 )
@@ -216,14 +218,16 @@ class Frame:
             context = _fresh(self.recompute_context)
         if outer.mode is not None:
             outer.mode.num_suspensions += 1
-        try:
-            with context if context is not None else nullcontext():
-                out = run.call(self._function, args, kwargs, execution.watched)
+        push_saved_tensors_hooks(run.pack_hook(execution.watched), run.unpack)
+        try:  # as `run.call`, without its step on Python's stack: regions nest
+            with run.surroundings(context):
+                out = self._function(*args, **kwargs)
         except BaseException as error:
             run.forget()
             advise(error, self, "recomputation")
             raise
         finally:
+            pop_saved_tensors_hooks()
             local.execution = outer
             if outer.mode is not None:
                 outer.mode.num_suspensions -= 1
@@ -346,15 +350,6 @@ def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
         return check(tensor)
 
 
-@contextmanager
-def all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Run a block under several contexts, the first one outermost."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Return a context that can be entered once more, even of the kind that can be entered only once."""
     recreate = getattr(context, "_recreate_cm", None)  # generators behind `contextlib.contextmanager`
@@ -363,11 +358,11 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 def _keep_compiler_out() -> None:
     """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
-    for function in (Frame.hooks, Recomputation._pack_hook):
+    for function in (Frame.hooks, Recomputation.pack_hook):
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation._unpack):
+    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation.unpack):
         skip_code(method.__code__)
 
 

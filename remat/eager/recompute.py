@@ -6,6 +6,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from remat.eager.determinism import (
     more_error,
 )
 from remat.eager.errors import CheckpointError
+from remat.eager.execution import all_of
 from remat.eager.hooks import ends_search
 from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard
@@ -93,10 +95,10 @@ class Recomputation:
 
         What is saved is listed in `watched`: tensor, its version then, holder.
         """
-        push_saved_tensors_hooks(self._pack_hook(watched), self._unpack)
+        push_saved_tensors_hooks(self.pack_hook(watched), self.unpack)
         try:
             if self._frame.store is not None and self._frame.make_replayer is None:
-                with collectives.watched():  # of which the store has results
+                with self.surroundings(None):
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
         except _StopRecomputation as stop:
@@ -107,7 +109,15 @@ class Recomputation:
         finally:
             pop_saved_tensors_hooks()
 
-    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+    def surroundings(self, context: AbstractContextManager[Any] | None) -> AbstractContextManager[Any]:
+        """Return what the function must be run under, besides a context of its own."""
+        if self._frame.store is not None and self._frame.make_replayer is None:
+            watched = collectives.watched()  # of which the store has results
+            return watched if context is None else all_of([watched, context])
+        return nullcontext() if context is None else context
+
+    def pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+        """Return the hook that is given what autograd saves."""
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         check, rest, run, cuts_now = frame.check, self._rest, self, frame.copies_by_op
         last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
@@ -151,7 +161,7 @@ class Recomputation:
 
         return pack
 
-    def _unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
         """Serve a backward that the region's own function runs inside, during the recomputation."""
         if isinstance(packed, torch.Tensor):
             return packed
