@@ -77,6 +77,14 @@ def test_regions_marked_inside_one_another():
     assert_same(model, reference)
 
 
+def test_a_reentrant_region():
+    model, reference = make_pair()
+    rows, x = torch.randint(0, 32, (6,)), torch.randn(6, 8, requires_grad=True)
+    compat.checkpoint(lambda rows, x: model(rows) * x, rows, x, use_reentrant=True).sum().backward()
+    (reference(rows) * x).sum().backward()
+    assert_same(model, reference)
+
+
 def test_several_backwards():
     model, reference = make_pair()
     rows = torch.randint(0, 32, (6,))

@@ -135,6 +135,8 @@ def run_region(
         execution.frame = None
         if outer is not None or context is not None:
             _leave_region(execution, outer)
+        if frame.state is not None:
+            frame.state.seal() if out is not _NOTHING else frame.state.end_forward()
     _seal(frame, outer, number)
     return out
 
@@ -279,8 +281,6 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
             adopt_child(outer.frame, number, segment)
     if frame.rng is not None:
         frame.rng.seal()
-    if frame.state is not None:
-        frame.state.seal()
 
 
 ends_search(run_region.__code__)

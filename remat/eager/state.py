@@ -9,18 +9,19 @@ buffer itself alone, so that module state moves once per call.
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from remat.eager import swap
 from remat.eager.errors import CheckpointError
 from remat.eager.hooks import may_be_sharded
+from remat.eager.memory import storage_id
 from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
@@ -51,7 +52,7 @@ Stamp = tuple[int, int, int]
 
 
 def _stamp(buffer: torch.Tensor) -> Stamp:
-    return id(buffer), version_of(buffer), _storage_id(buffer)
+    return id(buffer), version_of(buffer), storage_id(buffer)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,6 @@ class BufferFacts:
 
 
 _buffer_facts: weakref.WeakKeyDictionary[nn.Module, BufferFacts] = weakref.WeakKeyDictionary()
-_swap_lock = threading.RLock()
 
 
 class BufferState:
@@ -110,9 +110,14 @@ class BufferState:
         self._learning: set[tuple[int, str]] = set()
         self._lost: list[tuple[str, torch.Tensor]] = []  # changed by the forward, and no copy from before it
         self._key = region_key
-        for _, module in modules:
-            self._snapshot(module)
-        self._versions = self._read_versions()
+        swap.begin_forward(module for _, module in modules)
+        try:
+            for _, module in modules:
+                self._snapshot(module)
+            self._versions = self._read_versions()
+        except BaseException:  # no memory left for copies, say
+            self.end_forward()
+            raise
 
     def _named(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
         for label, module in self._modules:
@@ -197,18 +202,13 @@ class BufferState:
                 moved.append((label, value))
         return moved
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def end_forward(self) -> None:
+        """Say that the forward is over, whatever came of it."""
+        swap.end_forward(module for _, module in self._modules)
+
+    def replayed(self) -> AbstractContextManager[None]:
         """Run a block with the entry values of changed buffers; what the block does to those is dropped."""
-        with _swap_lock:
-            current = [(module, name, module._buffers.get(name)) for module, name, _ in self._entry]
-            for module, name, entry in self._entry:
-                module._buffers[name] = _copy_of(entry)
-            try:
-                yield
-            finally:
-                for module, name, value in current:
-                    module._buffers[name] = value
+        return swap.replayed([(module, name, _copy_of(entry)) for module, name, entry in self._entry])
 
     @property
     def needs_replay(self) -> bool:
@@ -279,11 +279,19 @@ class WatchedState:
 
     def seal(self) -> None:
         """Finish the notes after the forward."""
+        try:
+            if self.buffers is not None:
+                self.buffers.seal()
+            if self._embeddings:
+                self._note_renormed({id(embedding.weight) for embedding in self._embeddings})
+                self._embeddings = []
+        finally:
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """Say that the forward is over, whatever came of it."""
         if self.buffers is not None:
-            self.buffers.seal()
-        if self._embeddings:
-            self._note_renormed({id(embedding.weight) for embedding in self._embeddings})
-            self._embeddings = []
+            self.buffers.end_forward()
 
     def _note_renormed(self, weights: set[int]) -> None:
         """Take the weights of embeddings for what the forward made of them."""
@@ -334,25 +342,18 @@ class ReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, moved: list[tuple[str, torch.Tensor]], describe: Callable[[str], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {_storage_id(tensor): name for name, tensor in moved}
+        self._names = {storage_id(tensor): name for name, tensor in moved}
         self._describe = describe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the tensors an op is given, then run it."""
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and _storage_id(leaf) in self._names:
-                raise CheckpointError(self._describe(f"`{self._names[_storage_id(leaf)]}`, read by {func},"))
+            if isinstance(leaf, torch.Tensor) and storage_id(leaf) in self._names:
+                raise CheckpointError(self._describe(f"`{self._names[storage_id(leaf)]}`, read by {func},"))
         return func(*args, **kwargs)
 
     def check_saved(self, tensor: torch.Tensor) -> None:
         """Raise if a tensor that backward is about to be given was changed, though no op read it here."""
-        if _storage_id(tensor) in self._names:
-            raise CheckpointError(self._describe(f"`{self._names[_storage_id(tensor)]}`, saved for backward,"))
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
-        return id(tensor)
+        if storage_id(tensor) in self._names:
+            raise CheckpointError(self._describe(f"`{self._names[storage_id(tensor)]}`, saved for backward,"))
