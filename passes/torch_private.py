@@ -70,7 +70,6 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
-from torch.autograd import _is_checkpoint_valid as is_full_backward
 from torch.compiler import _is_non_strict_tracing
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental._backward_state import BackwardState
@@ -480,6 +479,9 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     finally:
         _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
+
+is_full_backward: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""Whether the running backward goes to all leaves; False for `autograd.grad` and for `inputs=`."""
 
 _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region
 

@@ -137,11 +137,12 @@ class Frame:
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Holder], Callable[[Holder], torch.Tensor]]:
         """Return the pack and unpack hooks of the forward."""
-        add_save, check, ref, getframe = self.saves.append, self.check, weakref.ref, sys._getframe
+        add_save, check, ref, getframe, new_holder = self.saves.append, self.check, weakref.ref, sys._getframe, Holder
         frame = self
+        frame.segment = frame.segment  # the instance's own: quicker to ask for than the class's, for each tensor
 
         def pack(tensor: torch.Tensor) -> Holder:
-            holder = Holder()
+            holder = new_holder()
             holder.task = holder.others = None
             segment = frame.segment
             if segment is not None:
@@ -281,7 +282,8 @@ class Frame:
             local.execution = outer
             if random_state is not None:
                 rng.put_back(random_state)
-        run.check()
+        if not run.is_complete:
+            run.check()
         if surroundings and self.clearance is not None and only is None:
             self.clearance.give()  # without any, it was given before; for one value, too little has been run
         _forget_leftovers(run, task)
@@ -339,7 +341,7 @@ class Frame:
 
 def _forget_leftovers(run: Recomputation, task: Any) -> None:
     """See to it that values do not stay which this backward leaves lying, if nothing else takes them away."""
-    if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
+    if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):
         run.forget_after_backward()
 
 
@@ -358,7 +360,7 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 def _keep_compiler_out() -> None:
     """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
-    for function in (Frame.hooks, Recomputation.pack_hook):
+    for function in (Frame.hooks, Recomputation._usual_pack_hook, Recomputation._careful_pack_hook):
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)

@@ -58,13 +58,13 @@ class Recomputation:
 
     __slots__ = (
         "_frame",
-        "_is_complete",
         "_mismatches",
         "_only",
         "_rest",
         "_stops",
         "_task",
         "guard",
+        "is_complete",
         "num_needed",
         "stop",
     )
@@ -76,7 +76,7 @@ class Recomputation:
         self._only = only
         self._stops = stops and (frame.early_stop or only is not None)
         self._mismatches: list[tuple[Mismatch, Any]] = []
-        self._is_complete = False  # known to have saved all that was needed
+        self.is_complete = False  # known to have saved all that was needed, and alike
         self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
@@ -105,7 +105,7 @@ class Recomputation:
             if stop is not self.stop:
                 raise
             stop.__traceback__ = None  # its frames hold every tensor of the recomputation
-            self._is_complete = True
+            self.is_complete = not self._mismatches
         finally:
             pop_saved_tensors_hooks()
 
@@ -118,6 +118,47 @@ class Recomputation:
 
     def pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
         """Return the hook that is given what autograd saves."""
+        frame = self._frame
+        if self.guard is None and self._only is None and frame.check is default_metadata and not frame.copies_by_op:
+            return self._usual_pack_hook(watched)
+        return self._careful_pack_hook(watched)
+
+    def _usual_pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+        """Return the same as the careful one, with nothing in it that most recomputations have no need of.
+
+        It is called once per saved tensor, and most of what a region costs is in such calls.
+        """
+        rest, task, stops, run, watch = self._rest, self._task, self._stops, self, watched.append
+        last = self._frame.saves[self.num_needed - 1] if stops and self.num_needed else None
+        getframe = sys._getframe
+
+        def pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
+            nonlocal last
+            save = next(rest, None)
+            if save is None:
+                return run.on_surplus(tensor)
+            holder = save[0]()
+            if holder is not None:
+                if holder.task is None:  # as `put` does, without the call
+                    holder.task = task
+                    holder.value = tensor
+                else:
+                    holder.put(task, tensor)
+                try:
+                    watch((tensor, tensor._version, holder))
+                except (RuntimeError, AttributeError):  # as in `version_of`, without the call
+                    watch((tensor, -1, holder))
+                if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
+                    run.note_mismatch(save, default_metadata(tensor), getframe(1))
+            if save is last:
+                if _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names):
+                    raise run.stop
+                last = run.upcoming()
+            return holder if holder is not None else _cut(tensor)
+
+        return pack
+
+    def _careful_pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         check, rest, run, cuts_now = frame.check, self._rest, self, frame.copies_by_op
         last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
@@ -129,10 +170,7 @@ class Recomputation:
                 guard.check_saved(tensor)
             save = next(rest, None)
             if save is None:
-                if stops:
-                    raise run.stop
-                run.note_surplus(tensor)
-                return _cut(tensor)
+                return run.on_surplus(tensor)
             holder = save[0]()
             packed: Holder | torch.Tensor
             if holder is not None and (only is None or holder is only):
@@ -181,14 +219,17 @@ class Recomputation:
         if save[3] != seen:
             self.note_mismatch(save, seen, caller)
 
-    def note_surplus(self, tensor: torch.Tensor) -> None:
-        """Raise, unless the forward itself is still running and may save this later."""
+    def on_surplus(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stop at a tensor that the forward did not save, or raise, unless that is still running and may save it."""
+        if self._stops:
+            raise self.stop
         if self._frame.forward_done:
             first = (
                 f"First tensor too many, in {self._frame.label}:\n"
                 f"  recompute: {describe_metadata(default_metadata(tensor))}, saved {_where_am_i(sys._getframe(2))}\n"
             )
             raise more_error(first, likely_causes(None, self._training(), counts_differ=True))
+        return _cut(tensor)
 
     def note_mismatch(self, save: Save, seen: Metadata, caller: Any) -> None:
         """Keep a difference for the error, with where in the recomputation it was seen."""
@@ -196,7 +237,7 @@ class Recomputation:
 
     def check(self) -> None:
         """Raise if the forward and this run did not save alike."""
-        if self._is_complete and not self._mismatches:
+        if self.is_complete:
             return
         frame = self._frame
         num_saved = self.num_saved

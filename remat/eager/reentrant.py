@@ -65,7 +65,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the function again, with a graph, and backward through that."""
-        if not is_full_backward():  # type: ignore[no-untyped-call]
+        if not is_full_backward():
             raise RuntimeError(
                 "the reentrant variant of torch.utils.checkpoint is incompatible with .grad() and with "
                 "backward's "

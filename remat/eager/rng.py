@@ -288,33 +288,36 @@ def _read_state() -> GlobalState:
     return state
 
 
-class _StateByMemory:
-    """Reads all three generators at once, by one copy of the bytes that a draw from any of them changes."""
+def _reader_by_memory(
+    cpu: _TorchByMemory, python: _PythonByMemory, numpy: _NumpyByMemory | _NoGenerator
+) -> Callable[[], GlobalState]:
+    """Return what reads all three at once, by one copy of the bytes that a draw from any of them changes."""
+    look = functools.partial(b"".join, (cpu.mark, cpu.spares, python.mark, numpy.mark, numpy.gauss))
+    python_generator: Any = python.instance
+    numpy_generator, bit_generator = numpy.state, numpy.bit_generator
+    newest = _read_state()
 
-    def __init__(self, cpu: _TorchByMemory, python: _PythonByMemory, numpy: _NumpyByMemory | _NoGenerator) -> None:
-        self._look = functools.partial(b"".join, (cpu.mark, cpu.spares, python.mark, numpy.mark, numpy.gauss))
-        self._python = python.instance
-        self._numpy, self._bit_generator = numpy.state, numpy.bit_generator
-        self._newest = _read_state()
-
-    def __call__(self) -> GlobalState:
-        newest = self._newest
+    def read() -> GlobalState:
+        nonlocal newest
+        state = newest
         while True:
-            mark, gauss = self._look(), self._python.gauss_next  # type: ignore[attr-defined]
-            if mark == newest.mark and gauss is newest.gauss and self._numpy._bit_generator is self._bit_generator:
-                self._newest = newest
-                return newest
-            if self._numpy._bit_generator is not self._bit_generator:
+            mark, gauss = look(), python_generator.gauss_next
+            if numpy_generator._bit_generator is not bit_generator:
                 return _read_state()
-            newest = _read_state()  # and look again: another thread may draw meanwhile
-            newest.mark, newest.gauss = mark, gauss
+            if mark == state.mark and gauss is state.gauss:
+                newest = state
+                return state
+            state = _read_state()  # and look again: another thread may draw meanwhile
+            state.mark, state.gauss = mark, gauss
+
+    return read
 
 
 def _reader_of_all() -> Callable[[], GlobalState]:
     """Return what reads the state of all global generators in the quickest way there is."""
     is_quick = isinstance(_torch, _TorchByMemory) and isinstance(_python, _PythonByMemory)
     if is_quick and isinstance(_numpy, (_NumpyByMemory, _NoGenerator)):
-        return _StateByMemory(_torch, _python, _numpy)  # type: ignore[arg-type]
+        return _reader_by_memory(_torch, _python, _numpy)  # type: ignore[arg-type]
     return _read_state
 
 
