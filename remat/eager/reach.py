@@ -9,20 +9,27 @@ region, is met by the guard of the region's first recomputation (`remat.eager.st
 from __future__ import annotations
 
 import collections
-import dis
 import functools
 import operator
-import sys
 import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from remat.eager.code_facts import (
+    WITHOUT_STATE,
+    facts_of_codes,
+    find_inert,
+    global_names,
+    is_users,
+    is_users_class,
+    look_at_code,
+)
 from remat.eager.generators import is_generator_class
 
 _MAX_VISITS = 2048  # objects looked into for one call of a region
@@ -33,9 +40,6 @@ Name = Any  # a string, or (name of a container, key in it): put together only w
 _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
-
-# Packages whose objects, classes and functions hold no state of the user's.
-_WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
 
 
 class Reached:
@@ -86,7 +90,7 @@ def _kind_of(cls: type) -> int:
         return CALLABLE
     if issubclass(cls, (list, tuple, dict, set, collections.deque)):
         return CONTAINER
-    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in WITHOUT_STATE
     return OBJECT if is_users else NOTHING
 
 
@@ -217,13 +221,9 @@ def _slots_of_class(cls: type) -> list[str]:
     """Return the names of the attributes that a class keeps in slots."""
     names = _slots_of_classes.get(cls)
     if names is None:
-        members = [(n, v) for base in cls.__mro__ if _is_users_class(base) for n, v in vars(base).items()]
+        members = [(n, v) for base in cls.__mro__ if is_users_class(base) for n, v in vars(base).items()]
         names = _slots_of_classes[cls] = [n for n, v in members if isinstance(v, types.MemberDescriptorType)]
     return names
-
-
-def _is_users_class(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in _WITHOUT_STATE
 
 
 _states_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
@@ -233,7 +233,7 @@ def _state_of_class(cls: type) -> list[str]:
     """Return the names of a class's attributes that are state; remembered, for there are many classes in globals."""
     names = _states_of_classes.get(cls)
     if names is None:
-        is_users = _is_users_class(cls)
+        is_users = is_users_class(cls)
         state = (TENSOR, MODULE, GENERATOR)
         names = [n for n, v in vars(cls).items() if kind_of(v) in state] if is_users else []
         _states_of_classes[cls] = names
@@ -254,7 +254,7 @@ def _look_into_module(module: nn.Module, found: Reached, todo: Todo) -> None:
 def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo) -> None:
     code = function.__code__
     found.codes.append(code)
-    facts = _facts_of_codes.get(id(code)) or _look_at_code(code)
+    facts = facts_of_codes.get(id(code)) or look_at_code(code)
     if function.__closure__ is not None:
         for name, cell in zip(facts.free_names, function.__closure__):  # noqa: B905 (as many as there are cells)
             try:
@@ -267,11 +267,11 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
         _meet("default argument", function.__defaults__, found, todo)
     if function.__kwdefaults__:
         _meet("default argument", function.__kwdefaults__, found, todo)
-    if facts.global_names and _is_users(function):  # torch's own globals hold no user state
+    if facts.global_names and is_users(function):  # torch's own globals hold no user state
         variables = function.__globals__
         inert = facts.inert
         if inert is None or not all(map(operator.is_, map(variables.get, inert.names), inert.values)):
-            inert = facts.inert = _find_inert(facts.global_names, variables)
+            inert = facts.inert = find_inert(facts.global_names, variables)
         for name in inert.other_names:
             _meet_global(name, variables, found, todo)
 
@@ -288,65 +288,6 @@ def _meet_global(name: str, variables: dict[str, Any], found: Reached, todo: Tod
         _meet(name, value, found, todo)
 
 
-class InertGlobals(NamedTuple):
-    """Globals of a function behind which there is nothing of the user's, as long as they are what they were."""
-
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    other_names: tuple[str, ...]
-
-
-def _find_inert(names: tuple[str, ...], variables: dict[str, Any]) -> InertGlobals:
-    inert = tuple(name for name in names if _is_inert(variables.get(name)))
-    others = tuple(name for name in names if name not in inert)
-    return InertGlobals(inert, tuple(variables.get(name) for name in inert), others)
-
-
-def _is_inert(value: Any) -> bool:
-    """True for modules, and for functions and classes of torch's, Python's and so on."""
-    if value is None or type(value) is types.ModuleType:
-        return True
-    if isinstance(value, type):
-        return not _is_users_class(value)
-    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not _is_users(value)
-
-
-@dataclass(slots=True)
-class CodeFacts:
-    """The names that a function's code speaks of."""
-
-    code: types.CodeType
-    """Held, so that no other code takes its id."""
-    free_names: tuple[str, ...]
-    global_names: tuple[str, ...]
-    inert: InertGlobals | None = None
-    """Of the function that had this code when it was last looked into."""
-
-
-_MAX_CODES = 4096
-# By id: the hash of a code object is computed from all it consists of, each time.
-_facts_of_codes: dict[int, CodeFacts] = {}
-
-
-def _look_at_code(code: types.CodeType) -> CodeFacts:
-    if len(_facts_of_codes) >= _MAX_CODES:
-        _facts_of_codes.clear()
-    facts = _facts_of_codes[id(code)] = CodeFacts(code, code.co_freevars, _global_names(code))
-    return facts
-
-
-_users_packages: dict[str | None, bool] = {None: True}
-
-
-def _is_users(function: Any) -> bool:
-    module = getattr(function, "__module__", None)
-    is_users = _users_packages.get(module)  # asked for each function of each call
-    if is_users is None:
-        assert module is not None, "known from the start"
-        is_users = _users_packages[module] = module.partition(".")[0] not in _WITHOUT_STATE
-    return is_users
-
-
 Variables = tuple[
     tuple[dict[str, Any], str], ...
 ]  # globals that lead to state: where they are looked up, and their names
@@ -356,7 +297,7 @@ _variables_behind_functions: weakref.WeakKeyDictionary[Any, Variables] = weakref
 
 def _variables_behind(function: Any) -> Variables:
     """Return the globals with state that a global function leads to, by way of others; found once per function."""
-    if not _is_users(function):
+    if not is_users(function):
         return ()
     if type(function) is not types.FunctionType or function.__closure__:
         return _own_state(function)
@@ -379,11 +320,11 @@ def _find_variables(functions: Iterable[Any]) -> Variables:
     todo = list(functions)
     while todo and len(seen) < _MAX_VISITS:
         function = todo.pop()
-        if type(function) is not types.FunctionType or id(function) in seen or not _is_users(function):
+        if type(function) is not types.FunctionType or id(function) in seen or not is_users(function):
             continue
         seen.add(id(function))
         variables = function.__globals__
-        for name in _global_names(function.__code__):
+        for name in global_names(function.__code__):
             value = variables.get(name)
             if type(value) is types.FunctionType and not value.__closure__:
                 todo.append(value)
@@ -419,20 +360,6 @@ def _finds_state(value: Any, found: Reached) -> bool:
     _meet("", value, found, todo)
     _finish(todo, found, until_found=True)
     return not found.is_empty()
-
-
-_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function's code, inner functions included, may look up as globals."""
-    loads = (i for i in dis.get_instructions(code) if i.opname in _GLOBAL_LOADS)
-    names = dict.fromkeys(i.argval for i in loads)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_global_names(const)))
-    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +432,7 @@ def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
 def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
     """Return the methods of the user's classes among these and their bases."""
     bases = {base: None for cls in classes for base in cls.__mro__}
-    users = [base for base in bases if _is_users_class(base)]
+    users = [base for base in bases if is_users_class(base)]
     return [function for base in users for function in vars(base).values()]
 
 
