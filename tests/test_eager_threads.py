@@ -12,6 +12,7 @@ from torch import nn
 
 from remat import compat
 from remat.eager import swap
+from remat.region import is_recomputing
 
 
 @pytest.fixture
@@ -108,3 +109,30 @@ def test_a_buffer_that_is_replaced_while_another_thread_is_in_forward_is_refused
         may_end.set()
         thread.join()
     assert model.num_calls == 2
+
+
+def test_threads_that_wait_for_each_other_end_in_an_error(monkeypatch):
+    """A recomputation that waits for a thread which is to run a region over the same module."""
+    monkeypatch.setattr(swap, "MAX_WAIT_SECONDS", 0.2)
+    norm, errors = nn.BatchNorm1d(4), []
+
+    def beside():
+        try:
+            plain(norm, torch.randn(8, 4, requires_grad=True))
+        except compat.CheckpointError as error:
+            errors.append(error)
+
+    def function(x):
+        out = norm(x).sin()
+        if is_recomputing():
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+        return out.exp()
+
+    plain(function, torch.randn(8, 4, requires_grad=True)).sum().backward()
+    assert len(errors) == 1
+    assert "waited 0.2 seconds for the recomputation" in str(errors[0])
+    assert norm.num_batches_tracked == 1
+    assert not swap._num_forwards
+    assert not swap._swapped

@@ -343,6 +343,7 @@ class ReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, moved: list[tuple[str, torch.Tensor]], describe: Callable[[str], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {storage_id(tensor): name for name, tensor in moved}
+        self._held = moved  # so that nothing made here takes the address of one
         self._describe = describe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,6 +21,9 @@ from remat.eager.memory import storage_id
 from remat.eager.selective_mode import SelectiveMode, support_compiled_code
 from remat.passes.torch_private import tree_map
 
+MAX_WAIT_SECONDS = 600.0
+"""How long a forward waits for a recomputation on another thread; two threads that wait for each other never end."""
+
 _one_replay = threading.RLock()  # held by the one thread that replays a forward with entry values
 _turn = threading.Condition()  # guards the two tables below
 _num_forwards: Counter[tuple[int, int]] = Counter()  # that are running, by module and thread
@@ -33,8 +36,13 @@ def begin_forward(modules: Iterable[nn.Module]) -> None:
     """Wait until the modules have their own buffers, and see to it that they keep them."""
     thread, ids = threading.get_ident(), [id(module) for module in modules]
     with _turn:
-        while any(_swapped.get(module, thread) != thread for module in ids):
-            _turn.wait()
+        is_free = _turn.wait_for(lambda: all(_swapped.get(m, thread) == thread for m in ids), MAX_WAIT_SECONDS)
+        if not is_free:
+            raise CheckpointError(
+                f"a region waited {MAX_WAIT_SECONDS} seconds for the recomputation of another one, on another thread, "
+                "over a module whose buffers both change. If that waits for this thread, give each thread its "
+                "own module."
+            )
         for module in ids:
             _num_forwards[module, thread] += 1
 
