@@ -6,7 +6,8 @@ processor time of this process: all work is on one thread, and what other proces
 
     python benchmarks/eager_overhead.py [--rounds 30] [--json out.json]
 
-torch_remat is left out if it is not installed.
+torch_remat is left out if it is not installed. A ratio is given only where the rival's overhead is above its noise: in
+the large region saved matmuls outweigh all that a selective region costs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from remat import compat
 from remat.eager import RegionSpec, Selective, run_region
 from remat.eager.determinism import default_metadata
 
+RIVALS = ("torch", "torch_remat")
 SAVED_OPS = [torch.ops.aten.mm.default]
 Step = Callable[[], None]
 
@@ -144,19 +146,42 @@ def overheads(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+def noises(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return how far the median of (step - floor) may be off: two standard errors, from the middle half of the rounds.
+
+    For normally distributed noise the middle half spans 1.35 standard deviations, and the standard error of a median
+    is 1.25 standard deviations over the square root of the number of rounds.
+    """
+    found = {}
+    for name, values in times.items():
+        differences = [a - b for a, b in zip(values, times["floor"], strict=True)]
+        if name != "floor" and len(differences) > 1:
+            low, _, high = statistics.quantiles(differences, n=4)
+            found[name] = 2 * 1.25 * (high - low) / 1.35 / len(differences) ** 0.5
+    return found
+
+
 def report(workload: Workload, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print one table and return its figures."""
-    result = overheads(times)
+    result, noise = overheads(times), noises(times)
     floor = statistics.median(times["floor"])
     print(f"\n{workload.name}: forward twice + backward {floor:.0f} us")
-    print(f"  {'variant':26s} {'overhead us':>12s} {'/ torch':>8s} {'/ torch_remat':>14s}")
+    print(f"  {'variant':26s} {'overhead us':>12s} {'+-':>8s} {'/ torch':>8s} {'/ torch_remat':>14s}")
     for name, value in result.items():
         kind = name.split()[0]
-        torch_value = result[f"{kind} torch"]
-        other = result.get(f"{kind} torch_remat")
-        ratio = f"{value / other:14.2f}" if other else f"{'-':>14s}"
-        print(f"  {name:26s} {value:12.1f} {value / torch_value:8.2f} {ratio}")
-    return {"workload": workload.name, "floor_us": floor, "overhead_us": result}
+        ratios = [ratio_text(value, result.get(f"{kind} {rival}"), noise.get(f"{kind} {rival}")) for rival in RIVALS]
+        print(f"  {name:26s} {value:12.1f} {noise[name]:8.1f} {ratios[0]:>8s} {ratios[1]:>14s}")
+    return {"workload": workload.name, "floor_us": floor, "overhead_us": result, "noise_us": noise}
+
+
+def ratio_text(value: float, rival: float | None, rival_noise: float | None) -> str:
+    """Return an overhead in terms of a rival's, or a dash where that is not there or not above its noise.
+
+    A policy saves work as well: where the arithmetic that it saves outweighs all else, the overhead is negative.
+    """
+    if rival is None or rival_noise is None or rival <= rival_noise:
+        return "-"
+    return f"{value / rival:.2f}"
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed
 import torch.fx as fx
 
 # What the eager engine needs.
@@ -27,6 +28,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
     _get_dispatch_mode,
     _IncludeDispatchKeyGuard,
+    _len_torch_dispatch_stack,
     _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
     _TorchDispatchModeKey,
@@ -45,6 +47,7 @@ from torch._C._autograd import _make_saved_tensor as make_saved_tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._C._autograd import _unsafe_set_version_counter as set_versions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._C._functorch import peek_interpreter_stack as peek_functorch_stack
@@ -67,7 +70,6 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
-from torch.autograd import _is_checkpoint_valid as is_full_backward
 from torch.compiler import _is_non_strict_tracing
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental._backward_state import BackwardState
@@ -132,6 +134,7 @@ __all__ = [
     "get_function_mode_stack",
     "get_graph_exec_group",
     "graph_module",
+    "has_process_group",
     "inductor_mode_options",
     "inductor_option_names",
     "is_any_autocast_enabled",
@@ -157,6 +160,7 @@ __all__ = [
     "run_with_rng_state",
     "set_grad_enabled",
     "set_graph_exec_group",
+    "set_versions",
     "skip_code",
     "targets_of_wrap_policy",
     "top_saved_tensors_hooks",
@@ -172,6 +176,14 @@ __all__ = [
     "watched_collectives",
     "without_modes",
 ]
+
+
+if torch.distributed.is_available():
+    from torch.distributed import distributed_c10d
+
+    _distributed: Any = distributed_c10d
+else:
+    _distributed = None
 
 
 def __getattr__(name: str) -> Any:
@@ -472,17 +484,21 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         _dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
 
+is_full_backward: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""Whether the running backward goes to all leaves; False for `autograd.grad` and for `inputs=`."""
+
 _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region
 
 
 def is_tracing_proxies() -> bool:
     """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
-    return _get_dispatch_mode(_PROXY) is not None and not _is_non_strict_tracing()
+    return is_tracing() and not _is_non_strict_tracing()
 
 
 def is_tracing() -> bool:
     """True while ops are being recorded into an FX graph by anybody."""
-    return _get_dispatch_mode(_PROXY) is not None
+    # How many modes there are is quicker to ask for, and mostly there is none.
+    return _len_torch_dispatch_stack() != 0 and _get_dispatch_mode(_PROXY) is not None
 
 
 def fx_current_meta() -> dict[str, Any]:
@@ -653,6 +669,14 @@ def next_region_number() -> int:
     from torch._higher_order_ops.wrap import uid
 
     return next(uid)
+
+
+def has_process_group() -> bool:
+    """True if this process can communicate with others.
+
+    The same as `torch.distributed.is_initialized`, which takes four calls, for who asks in every region.
+    """
+    return _distributed is not None and _distributed._world.default_pg is not None
 
 
 def is_faking() -> bool:

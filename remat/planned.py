@@ -32,11 +32,7 @@ MAX_SIGNATURES = 64
 
 def runner_of(region: RegionOptions) -> Runner:
     """What runs a region's calls outside of torch.compile."""
-    spec = region.eager_spec()
-
-    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run_region(function, args, kwargs, spec)
-
+    run = functools.partial(run_region, spec=region.eager_spec())  # which is no step on Python's stack
     return run if region.budget is None else PlannedRegion(region, run)
 
 

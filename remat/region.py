@@ -140,7 +140,10 @@ def _mark_function(function: Any, region: RegionOptions) -> Any:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return call_region(function, args, kwargs, region, run)
+        # As `call_region`, without its step on Python's stack: regions nest.
+        if torch.compiler.is_dynamo_compiling():
+            return operator_of(region)(function, *args, **kwargs)
+        return run(function, args, kwargs)
 
     return marked
 

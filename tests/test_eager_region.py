@@ -5,9 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
+import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all, selective
 from remat.passes.errors import OptionError
 from torch import nn
@@ -737,3 +740,54 @@ def test_static_and_class_methods_stay_such():
     x = torch.ones(3, requires_grad=True)
     (Model().static(x) + Model.of_class(x)).sum().backward()
     assert torch.allclose(x.grad, 2 * (x.sin().exp() * x.cos()))
+
+
+class TestDepth:
+    """How deep regions nest under Python's usual limit on its stack."""
+
+    @staticmethod
+    def nested(checkpoint, depth):
+        def function(x, num_inside):
+            x = x.sin()
+            if num_inside:
+                x = checkpoint(function, x, num_inside - 1, use_reentrant=False)
+            return x.cos()
+
+        return function(torch.ones(2, requires_grad=True), depth)
+
+    @staticmethod
+    def marked(depth):
+        @checkpoint_region
+        def function(x, num_inside):
+            x = x.sin()
+            if num_inside:
+                x = function(x, num_inside - 1)
+            return x.cos()
+
+        return function(torch.ones(2, requires_grad=True), depth)
+
+    @staticmethod
+    def in_a_fresh_thread(run):
+        """Run without the steps of the test runner on the stack."""
+        results = []
+
+        def target():
+            try:
+                run().sum().backward()
+                results.append(None)
+            except RecursionError as error:
+                results.append(error)
+
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+        return results[0]
+
+    @pytest.mark.parametrize("depth", [150, pytest.param(225, marks=pytest.mark.slow)])
+    def test_regions_nest_as_deep_as_those_of_torch(self, depth):
+        assert sys.getrecursionlimit() == 1000
+        assert self.in_a_fresh_thread(lambda: self.nested(torch.utils.checkpoint.checkpoint, depth)) is None
+        assert self.in_a_fresh_thread(lambda: self.nested(compat.checkpoint, depth)) is None
+
+    def test_marked_functions_nest_deep_too(self):
+        assert self.in_a_fresh_thread(lambda: self.marked(175)) is None

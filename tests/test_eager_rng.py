@@ -11,7 +11,7 @@ import torch
 from eager_testing import REGIONS, plain, selective
 from torch import nn
 
-from remat.eager import CheckpointError, rng
+from remat.eager import CheckpointError, global_generators
 from remat.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
@@ -320,11 +320,13 @@ class TestQuickReaders:
     """The readers that look into the generators' memory agree with the public calls."""
 
     def test_they_are_in_use_on_this_interpreter(self):
-        assert isinstance(rng._python, rng._PythonByMemory)
-        assert isinstance(rng._numpy, rng._NumpyByMemory)
-        assert isinstance(rng._torch, rng._TorchByMemory)
+        assert isinstance(global_generators._python, global_generators._PythonByMemory)
+        assert isinstance(global_generators._numpy, global_generators._NumpyByMemory)
+        assert isinstance(global_generators._torch, global_generators._TorchByMemory)
 
-    @pytest.mark.parametrize("reader", [rng._TorchBySlowCalls(), rng._torch], ids=["slow", "quick"])
+    @pytest.mark.parametrize(
+        "reader", [global_generators._TorchBySlowCalls(), global_generators._torch], ids=["slow", "quick"]
+    )
     @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
     @pytest.mark.parametrize("draw", [torch.rand, torch.randn, functools.partial(torch.randn, dtype=torch.double)])
     def test_torch_state_comes_back(self, reader, num_before, draw):
@@ -341,23 +343,25 @@ class TestQuickReaders:
     def test_a_spare_number_of_torchs_generator_is_part_of_its_state(self):
         torch.manual_seed(3)
         torch.randn(1, dtype=torch.double)
-        with_spare = rng._torch.peek()
+        with_spare = global_generators._torch.peek()
         position = torch.get_rng_state()[: 24 + 8 * 624]
         torch.randn(1, dtype=torch.double)
         assert torch.equal(torch.get_rng_state()[: 24 + 8 * 624], position), (
             "the spare number is used up, nothing is drawn"
         )
-        assert rng._torch.peek()[:2] != with_spare[:2]
+        assert global_generators._torch.peek()[:2] != with_spare[:2]
 
     def test_seeding_torch_is_seen(self):
         torch.manual_seed(3)
-        before = rng._torch.peek()
+        before = global_generators._torch.peek()
         torch.manual_seed(4)
-        assert rng._torch.peek()[:2] != before[:2]
+        assert global_generators._torch.peek()[:2] != before[:2]
         torch.manual_seed(3)
-        assert torch.equal(rng._torch.peek()[2], before[2])
+        assert torch.equal(global_generators._torch.peek()[2], before[2])
 
-    @pytest.mark.parametrize("reader", [rng._PythonBySlowCalls(), rng._python], ids=["slow", "quick"])
+    @pytest.mark.parametrize(
+        "reader", [global_generators._PythonBySlowCalls(), global_generators._python], ids=["slow", "quick"]
+    )
     def test_python_state_comes_back(self, reader):
         random.seed(3)
         random.gauss(0, 1)
@@ -367,7 +371,9 @@ class TestQuickReaders:
         reader.restore(state)
         assert [random.gauss(0, 1), random.random(), random.getrandbits(64)] == expected
 
-    @pytest.mark.parametrize("reader", [rng._NumpyBySlowCalls(), rng._numpy], ids=["slow", "quick"])
+    @pytest.mark.parametrize(
+        "reader", [global_generators._NumpyBySlowCalls(), global_generators._numpy], ids=["slow", "quick"]
+    )
     @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
     def test_numpy_state_comes_back(self, reader, num_before):
         np.random.seed(3)
@@ -383,10 +389,10 @@ class TestQuickReaders:
         old = np.random.get_bit_generator()
         np.random.set_bit_generator(np.random.PCG64(3))
         try:
-            state = rng._numpy.peek()
+            state = global_generators._numpy.peek()
             expected = np.random.rand()
-            assert rng._numpy.peek()[0] != state[0]
-            rng._numpy.restore(state)
+            assert global_generators._numpy.peek()[0] != state[0]
+            global_generators._numpy.restore(state)
             assert np.random.rand() == expected
         finally:
             np.random.set_bit_generator(old)

@@ -365,3 +365,74 @@ def test_region_around_functional_call_has_the_gradients_of_no_region() -> None:
     out = remat.checkpoint(torch.func.functional_call, model, tensors, (x,), use_reentrant=False)
     actual = torch.autograd.grad(out.sin().sum(), tensors.values())
     assert all(map(torch.equal, actual, expected))
+
+
+class LargeState(nn.Module):
+    """Moves a buffer of 4 MiB in each call and computes with it, beside another one that it only reads."""
+
+    num_elements = 1 << 20
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(self.num_elements))
+        self.register_buffer("table", torch.linspace(0, 1, self.num_elements))
+
+    def forward(self, x):
+        self.total.mul_(0.5).add_(x.detach().mean())
+        return (x * self.total[:4] + self.table[:4]).sin().exp()
+
+
+@every_region
+def test_a_large_buffer_moves_once_from_the_first_step_on(region):
+    torch.manual_seed(0)
+    model, reference = LargeState(), LargeState()
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        (grad,) = torch.autograd.grad(region(model, x).sum(), x)
+        assert torch.equal(grad, torch.autograd.grad(reference(x).sum(), x)[0])
+        assert torch.equal(model.total, reference.total)
+
+
+def test_of_large_buffers_only_those_are_kept_that_the_region_changes():
+    """One copy of what is changed, for each call that waits for backward; one more of all, during the first call."""
+    model, kept_bytes = LargeState(), []
+    for _ in range(2):
+        before = _live_bytes()
+        out = plain(model, torch.randn(4, requires_grad=True))
+        kept_bytes.append(_live_bytes() - before)
+        out.sum().backward()
+    one_buffer = 4 * LargeState.num_elements
+    assert kept_bytes == [pytest.approx(one_buffer, abs=1 << 16)] * 2
+
+
+def _live_bytes():
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class DataSwapped(nn.Module):
+    """Puts other memory under its buffer in each call, which counts no version."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.scale.data = self.scale + 1
+        return (x * self.scale).sin().exp()
+
+
+@every_region
+def test_memory_swapped_under_a_buffer_is_noticed_when_calls_run_different_modules(region):
+    modules, references = (nn.ModuleList([DataSwapped(), DataSwapped()]) for _ in range(2))
+
+    def choose(x, index):
+        return modules[index](x)
+
+    for index in (0, 1, 1, 0, 1):
+        x = torch.randn(4, requires_grad=True)
+        (grad,) = torch.autograd.grad(region(choose, x, index).sum(), x)
+        assert torch.equal(grad, torch.autograd.grad(references[index](x).sum(), x)[0])
+        assert torch.equal(torch.stack([m.scale for m in modules]), torch.stack([m.scale for m in references]))

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed
 
 from remat.eager.execution import Execution, local
 from remat.eager.hooks import calling_module, is_called_by_fsdp
@@ -25,6 +24,7 @@ from remat.eager.saved import Entry, OnMutation, answer, open_segment, tensors_o
 from remat.passes.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
+    has_process_group,
     is_faking,
     unwatched_collectives,
     wait_for,
@@ -35,7 +35,7 @@ from remat.passes.torch_private import (
 
 def may_run() -> bool:
     """True if there is anybody to communicate with."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and not is_faking()
+    return has_process_group() and not is_faking()
 
 
 _is_watching = False

@@ -16,7 +16,7 @@ from remat.eager.ambient import Ambient
 from remat.eager.arguments import SavedArguments
 from remat.eager.debug import DebugLogs
 from remat.eager.determinism import MetadataFunction, find_determinism_check
-from remat.eager.execution import Execution, local
+from remat.eager.execution import Execution, all_of, local
 from remat.eager.frames import Frame
 from remat.eager.hooks import ends_search
 from remat.eager.out_of_memory import advise
@@ -86,7 +86,8 @@ def run_region(
 ) -> Any:
     """Call a function as a region: keep its inputs, not its activations, and run it again in backward.
 
-    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called.
+    Inside of torch.func's transforms (grad, vmap, jvp), and without grad mode, the function is just called. It is
+    called from here, and not by helpers: regions nest, and each helper would be one more step on Python's stack.
     """
     around = overrides.get()
     debug = spec.debug if around.debug is None else around.debug
@@ -99,100 +100,89 @@ def run_region(
     if get_eval_frame_callback() is not None:
         # Called from compiled code after a graph break: what runs here must run alike in backward, so not
         # compiled.
-        return _without_compiler(_run_with_grad, function, args, kwargs, spec, context_fn, debug, around)
-    return _run_with_grad(function, args, kwargs, spec, context_fn, debug, around)
-
-
-def _without_compiler(run: Callable[..., Any], *args: Any) -> Any:
-    return run_uncompiled(run, *args)
-
-
-def _run_with_grad(
-    function: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    spec: RegionSpec,
-    context_fn: ContextFunction,
-    debug: bool,
-    around: Overrides,
-) -> Any:
+        return run_uncompiled(run_region, function, args, kwargs, spec, context_fn)
     outer = local.execution
+    number, replay, context, out = 0, None, None, _NOTHING
     is_plain = spec.selective is None and context_fn is noop_context_fn and not debug
-    if outer is None and is_plain and not collectives.may_run():
+    if outer is None and is_plain and not collectives.may_run():  # as most are
         frame = _open_frame(function, args, kwargs, spec, around)
-        out = _run_alone(frame, function, args, kwargs)
-        _seal(frame, None, 0)
-        return out
-    number, replay, former = _enter_child(outer)
-    if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
-        return former.refill(args, kwargs, outer)
-    contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
-    frame = _open_frame(function, args, kwargs, spec, around)
-    if outer is not None and outer.frame is not None:
-        frame.outer_names = outer.frame.names
-        if outer.task is None:
-            outer.frame.children = outer.frame.children or {}
-            outer.frame.children[number] = weakref.ref(frame)
-    execution = Execution(frame, outer)
-    forward_context = _attach_contexts(frame, execution, contexts, spec, replay)
-    out = _run_inside(outer, execution, forward_context, function, args, kwargs)
+        local.execution = execution = Execution(frame, None)
+    else:
+        number, replay, former = _enter_child(outer)
+        if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
+            return former.refill(args, kwargs, outer)
+        contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
+        frame = _open_frame(function, args, kwargs, spec, around)
+        execution = Execution(frame, outer)
+        context = _enter_region(execution, outer, number, _attach_contexts(frame, execution, contexts, spec, replay))
+    push_saved_tensors_hooks(*frame.hooks())
+    try:
+        if context is None:
+            out = function(*args, **kwargs)
+        else:
+            with context:
+                out = function(*args, **kwargs)
+            if out is _NOTHING:
+                raise RuntimeError(_SUPPRESSED)
+        if execution.mode is not None or replay is not None:
+            _note_rng_after(execution)
+    except Exception as error:
+        advise(error, frame, "forward")
+        raise
+    finally:
+        pop_saved_tensors_hooks()
+        local.execution = outer
+        execution.frame = None
+        if outer is not None or context is not None:
+            _leave_region(execution, outer)
+        if frame.state is not None:
+            frame.state.seal() if out is not _NOTHING else frame.state.end_forward()
     _seal(frame, outer, number)
     return out
 
 
-def _run_alone(frame: Frame, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the forward of a region that has no context and no region around it, as most have none."""
-    local.execution = execution = Execution(frame, None)
-    pack, unpack = frame.hooks()
-    push_saved_tensors_hooks(pack, unpack)
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        advise(error, frame, "forward")
-        raise
-    finally:
-        pop_saved_tensors_hooks()
-        local.execution = execution.frame = None
+_NOTHING = object()  # what a function has returned that has not returned
+_SUPPRESSED = (
+    "torch.utils.checkpoint: the forward context that context_fn returned suppressed an exception raised during the "
+    "region's forward, which leaves nothing to return. Let the exception through."
+)
 
 
-def _run_inside(
-    outer: Execution | None,
-    execution: Execution,
-    forward_context: AbstractContextManager[Any] | None,
-    function: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run the forward of a region under its context, inside the region around it."""
-    frame, replay, outer_mode = execution.frame, execution.replay, outer.mode if outer is not None else None
-    assert frame is not None, "it is let go of below"
+def _enter_region(
+    execution: Execution, outer: Execution | None, number: int, context: AbstractContextManager[Any] | None
+) -> AbstractContextManager[Any] | None:
+    """Tell the region around about this one; return what the forward must be run under."""
+    frame = execution.frame
+    assert frame is not None, "it is let go of at the end"
+    if outer is not None:
+        if outer.frame is not None:
+            frame.outer_names = outer.frame.names
+            if outer.task is None:
+                outer.frame.children = outer.frame.children or {}
+                outer.frame.children[number] = weakref.ref(frame)
+        if outer.mode is not None:
+            outer.mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
     local.execution = execution
-    pack, unpack = frame.hooks()
-    if outer_mode is not None:
-        outer_mode.num_suspensions += 1  # the inner region's policy holds inside it, and only that
-    push_saved_tensors_hooks(pack, unpack)
-    try:
-        if execution.mode is None and collectives.may_run():
-            with collectives.watched():
-                out = _call_under(forward_context or nullcontext(), function, args, kwargs)
-        elif forward_context is None:
-            out = function(*args, **kwargs)
-        else:
-            out = _call_under(forward_context, function, args, kwargs)
-        if isinstance(execution.mode, Recorder):
-            execution.mode.note_rng_after()
-        elif replay is not None:
-            replay.restore_rng_after()
-        return out
-    except Exception as error:
-        advise(error, frame, "forward")
-        raise
-    finally:
-        pop_saved_tensors_hooks()
-        if outer_mode is not None:
-            outer_mode.num_suspensions -= 1
-        local.execution = outer
-        _detach_recorder(execution)
+    if execution.mode is None and collectives.may_run():
+        watched = collectives.watched()
+        return watched if context is None else all_of([watched, context])
+    return context
+
+
+def _note_rng_after(execution: Execution) -> None:
+    if isinstance(execution.mode, Recorder):
+        execution.mode.note_rng_after()
+    elif execution.replay is not None:
+        execution.replay.restore_rng_after()
+
+
+def _leave_region(execution: Execution, outer: Execution | None) -> None:
+    """Give the word back to the region around; untie frame and recorder, which would keep each other alive."""
+    if outer is not None and outer.mode is not None:
+        outer.mode.num_suspensions -= 1
+    if isinstance(execution.mode, Recorder):
+        execution.mode.release()
+    execution.mode = None
 
 
 def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, around: Overrides) -> Frame:
@@ -207,7 +197,8 @@ def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSp
     reached = reach(function, args, kwargs)
     frame.clearance = clearance = Clearance(reached)
     if spec.preserve_rng_state:
-        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators_of(reached))
+        generators = generators_of(reached) if reached.modules else reached.generators
+        frame.rng = rng.RngSnapshot(rng.accelerator_devices(args), generators)
     if reached.modules:
         clearance.keep_codes()
         frame.state = WatchedState(reached, (_region_key(function), clearance.codes))
@@ -279,24 +270,6 @@ def _attach_contexts(
     return execution.mode  # type: ignore[no-any-return]
 
 
-def _detach_recorder(execution: Execution) -> None:
-    """Untie frame and recorder, which would otherwise keep each other alive."""
-    if isinstance(execution.mode, Recorder):
-        execution.mode.release()
-    execution.mode = None
-    execution.frame = None
-
-
-def _call_under(context: AbstractContextManager[Any], function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with context:
-        return function(*args, **kwargs)
-    raise RuntimeError(
-        "torch.utils.checkpoint: the forward context that context_fn returned suppressed an exception "
-        "raised during "
-        "the region's forward, which leaves nothing to return. Let the exception through."
-    )
-
-
 def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
     """Finish a frame after its forward: let go of what only a running forward needs."""
     frame.forward_done = True
@@ -308,10 +281,6 @@ def _seal(frame: Frame, outer: Execution | None, number: int) -> None:
             adopt_child(outer.frame, number, segment)
     if frame.rng is not None:
         frame.rng.seal()
-    if frame.state is not None:
-        frame.state.seal()
 
 
-ends_search(_run_alone.__code__)
-ends_search(_run_inside.__code__)
-ends_search(_call_under.__code__)
+ends_search(run_region.__code__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,17 +15,32 @@ if TYPE_CHECKING:
 class Execution:
     """A running forward or recomputation of a region on this thread."""
 
-    __slots__ = ("frame", "is_recomputing", "mode", "num_children", "num_collectives", "replay", "task", "watched")
+    # What most have nothing of is said once, for the class: setting it up for each takes time.
+    frame: Frame | None
+    is_recomputing = False
+    mode: Any = None
+    num_children = 0
+    num_collectives: dict[Any, int] | None = None
+    """Seen so far, by op and module."""
+    replay: Store | None = None
+    """What the forward of this very call saved, when that is being run again."""
+    task: Any = None
+    """The backward pass that this is a recomputation for; None in a forward."""
+    watched: list[Any]
+    """What a recomputation has saved so far: tensor, its version then, holder."""
 
-    def __init__(self, frame: Frame | None, outer: Execution | None, task: Any = None) -> None:
+    def __init__(self, frame: Frame, outer: Execution | None) -> None:
         self.frame = frame
-        self.replay: Store | None = None  # what the forward of this very call saved, when that is being run again
-        self.task = task  # the backward pass that this is a recomputation for; None in a forward
-        self.mode: Any = None
-        self.num_children = 0
-        self.num_collectives: dict[Any, int] | None = None  # seen so far, by op and module
-        self.is_recomputing: bool = task is not None or (outer is not None and outer.is_recomputing)
-        self.watched: list[Any] = []  # what a recomputation has saved so far: tensor, its version then, holder
+        if outer is not None and outer.is_recomputing:
+            self.is_recomputing = True
+
+    @staticmethod
+    def again(frame: Frame, task: Any, watched: list[Any]) -> Execution:
+        """Return one for a recomputation of a frame."""
+        execution = Execution(frame, None)
+        execution.is_recomputing, execution.task, execution.watched = True, task, watched
+        execution.replay = frame.store
+        return execution
 
 
 class _Local(threading.local):
@@ -38,3 +55,12 @@ def is_recomputing() -> bool:
     """True while a region's forward is being run again for backward, on this thread."""
     execution = local.execution
     return local.reentrant_depth > 0 or (execution is not None and execution.is_recomputing)
+
+
+@contextmanager
+def all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run a block under several contexts, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -14,22 +14,24 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import is_grad_enabled
 
 from remat.eager import ambient as ambient_settings
 from remat.eager import rng
 from remat.eager.arguments import SavedArguments, argument_name, changed_in_place
 from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
-from remat.eager.execution import Execution, local
+from remat.eager.execution import Execution, all_of, local
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, settle
+from remat.eager.renorm import RenormReplay, renormed_twice
 from remat.eager.state import ReadGuard, WatchedState
 from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
@@ -37,6 +39,8 @@ from remat.passes.torch_private import (
     current_graph_task_keeps_graph,
     get_graph_exec_group,
     is_full_backward,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     set_grad_enabled,
     skip_code,
 )
@@ -133,11 +137,12 @@ class Frame:
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Holder], Callable[[Holder], torch.Tensor]]:
         """Return the pack and unpack hooks of the forward."""
-        add_save, check, ref, getframe = self.saves.append, self.check, weakref.ref, sys._getframe
+        add_save, check, ref, getframe, new_holder = self.saves.append, self.check, weakref.ref, sys._getframe, Holder
         frame = self
+        frame.segment = frame.segment  # the instance's own: quicker to ask for than the class's, for each tensor
 
         def pack(tensor: torch.Tensor) -> Holder:
-            holder = Holder()
+            holder = new_holder()
             holder.task = holder.others = None
             segment = frame.segment
             if segment is not None:
@@ -171,21 +176,21 @@ class Frame:
 
     def _recompute_for(self, holder: Holder, task: Any, group: Any) -> torch.Tensor:
         with self._lock:  # two threads of one backward may ask at once; the second finds the value
+            if holder.peek(task) is None:
+                if group is not None:
+                    self._recompute_in_group(group)
+                elif task == -1:
+                    self._recompute(task, holder)  # outside of backward nobody else's values are wanted
+                elif task in self._tasks:
+                    raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
+                else:
+                    self._recompute(task, None)
+                    self.note_recomputed(task)
             value = holder.take(task)
-            if value is not None:
-                return _accepted(value)
-            if group is not None:
-                self._recompute_in_group(group)
-            elif task == -1:
-                self._recompute(task, holder)  # outside of backward nobody else's values are wanted
-            elif task in self._tasks:
-                raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
-            else:
-                self._recompute(task, None)
-                self.note_recomputed(task)
-            value = holder.take(task)
-            assert value is not None, "a recomputation that ended well fills every living holder"
-            return _accepted(value)
+        if type(value) is Overwritten:
+            raise value.refuse()
+        assert value is not None, "a recomputation that ended well fills every living holder"
+        return value  # type: ignore[return-value]
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
@@ -206,9 +211,7 @@ class Frame:
         """Run the region inside the recomputation of an outer one: fill the holders, return its result."""
         SavedArguments(args, kwargs)  # the outer region's forward saved them here too, and counted them
         run = Recomputation(self, outer.task, None, stops=False)
-        execution = Execution(self, outer, outer.task)
-        execution.replay, execution.watched = self.store, outer.watched
-        local.execution = execution
+        local.execution = execution = Execution.again(self, outer.task, outer.watched)
         context: AbstractContextManager[Any] | None = None
         if self.make_replayer is not None:
             context = execution.mode = self.make_replayer(self.store)
@@ -216,14 +219,16 @@ class Frame:
             context = _fresh(self.recompute_context)
         if outer.mode is not None:
             outer.mode.num_suspensions += 1
-        try:
-            with context if context is not None else nullcontext():
-                out = run.call(self._function, args, kwargs, execution.watched)
+        push_saved_tensors_hooks(run.pack_hook(execution.watched), run.unpack)
+        try:  # as `run.call`, without its step on Python's stack: regions nest
+            with run.surroundings(context):
+                out = self._function(*args, **kwargs)
         except BaseException as error:
             run.forget()
             advise(error, self, "recomputation")
             raise
         finally:
+            pop_saved_tensors_hooks()
             local.execution = outer
             if outer.mode is not None:
                 outer.mode.num_suspensions -= 1
@@ -253,31 +258,32 @@ class Frame:
             return  # an outer region, asked for these arguments, has been run again, and this one with it
         run = Recomputation(self, task, only)
         surroundings = self._surroundings(run)
-        had_grad, outer = torch.is_grad_enabled(), local.execution
+        had_grad, outer = is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
-        local.execution = execution = Execution(self, outer, task)
-        execution.replay = self.store
+        watched: list[Any] = []
+        local.execution = execution = Execution.again(self, task, watched)
         set_grad_enabled(True)
         try:
             if surroundings:
                 execution.mode = surroundings[-1] if self.make_replayer is not None else None
-                with surroundings[0] if len(surroundings) == 1 else _all_of(surroundings):
-                    run.call(self._function, args, kwargs, execution.watched)
+                with surroundings[0] if len(surroundings) == 1 else all_of(surroundings):
+                    run.call(self._function, args, kwargs, watched)
             else:
-                run.call(self._function, args, kwargs, execution.watched)
-            settle(self, execution.watched, task)
+                run.call(self._function, args, kwargs, watched)
+            settle(self, watched, task)
         except BaseException as error:
-            for _, _, holder in execution.watched:  # of this region, and of inner ones that ran again with it
+            for _, _, holder in watched:  # of this region, and of inner ones that ran again with it
                 holder.take(task)
             advise(error, self, "recomputation")
             raise
         finally:
-            execution.watched.clear()  # the tensors in it know the hooks by their history, and those know the list
+            watched.clear()  # the tensors in it know the hooks by their history, and those know the list
             set_grad_enabled(had_grad)
             local.execution = outer
             if random_state is not None:
                 rng.put_back(random_state)
-        run.check()
+        if not run.is_complete:
+            run.check()
         if surroundings and self.clearance is not None and only is None:
             self.clearance.give()  # without any, it was given before; for one value, too little has been run
         _forget_leftovers(run, task)
@@ -313,6 +319,8 @@ class Frame:
         if moved:
             run.guard = ReadGuard(moved, lambda what: f"{self.label}: {changed_in_place(what)}")
             found.append(run.guard)
+        if state.renormed:
+            found.append(RenormReplay(state.renormed, lambda what: f"{self.label}: {renormed_twice(what)}"))
         return found
 
     @property
@@ -333,7 +341,7 @@ class Frame:
 
 def _forget_leftovers(run: Recomputation, task: Any) -> None:
     """See to it that values do not stay which this backward leaves lying, if nothing else takes them away."""
-    if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):  # type: ignore[no-untyped-call]
+    if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):
         run.forget_after_backward()
 
 
@@ -344,20 +352,6 @@ def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
         return check(tensor)
 
 
-def _accepted(value: torch.Tensor | Overwritten) -> torch.Tensor:
-    if type(value) is Overwritten:
-        raise value.refuse()
-    return value  # type: ignore[return-value]
-
-
-@contextmanager
-def _all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Return a context that can be entered once more, even of the kind that can be entered only once."""
     recreate = getattr(context, "_recreate_cm", None)  # generators behind `contextlib.contextmanager`
@@ -366,11 +360,11 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 def _keep_compiler_out() -> None:
     """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
-    for function in (Frame.hooks, Recomputation._pack_hook):
+    for function in (Frame.hooks, Recomputation._usual_pack_hook, Recomputation._careful_pack_hook):
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation._unpack):
+    for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation.unpack):
         skip_code(method.__code__)
 
 

@@ -17,6 +17,7 @@ SAC_IGNORED_OPS: set[Any] = {
     *FunctionalTensor.metadata_fns,
 }
 
+RENORM = torch.ops.aten.embedding_renorm_.default  # its result, a whole weight, is not worth keeping: see `renorm`
 CAST = torch.ops.aten._to_copy.default
 _NOT_JUST_RUN = SAC_IGNORED_OPS | {CAST}
 
@@ -71,7 +72,7 @@ def _find_facts(op: Any) -> OpFacts:
         is_pending=facts_of(op).is_collective and not facts_of(op).is_wait,
         is_view=facts_of(op).is_view,
         mutates=mutates,
-        updates_in_place=mutates == (0,) and returns_first and not _changes_shape(op),
+        updates_in_place=mutates == (0,) and returns_first and not (_changes_shape(op) or op is RENORM),
         is_plain=not (is_random or runs_once or mutates or op in _NOT_JUST_RUN),
     )
 

@@ -9,9 +9,8 @@ region, is met by the guard of the region's first recomputation (`remat.eager.st
 from __future__ import annotations
 
 import collections
-import dis
 import functools
-import sys
+import operator
 import threading
 import types
 import weakref
@@ -22,6 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.eager.code_facts import (
+    WITHOUT_STATE,
+    facts_of_codes,
+    find_inert,
+    global_names,
+    is_users,
+    is_users_class,
+    look_at_code,
+)
 from remat.eager.generators import is_generator_class
 
 _MAX_VISITS = 2048  # objects looked into for one call of a region
@@ -32,9 +40,6 @@ Name = Any  # a string, or (name of a container, key in it): put together only w
 _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 TENSOR, MODULE, GENERATOR, CALLABLE, CONTAINER, OBJECT, NOTHING = range(7)
-
-# Packages whose objects, classes and functions hold no state of the user's.
-_WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
 
 
 class Reached:
@@ -85,7 +90,7 @@ def _kind_of(cls: type) -> int:
         return CALLABLE
     if issubclass(cls, (list, tuple, dict, set, collections.deque)):
         return CONTAINER
-    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in _WITHOUT_STATE
+    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in WITHOUT_STATE
     return OBJECT if is_users else NOTHING
 
 
@@ -155,19 +160,14 @@ def _meet(name: Name, value: Any, found: Reached, todo: Todo) -> None:
         found.tensor_names.append((name, None))
     elif kind == GENERATOR:
         found.generators.append(value)
-    elif type(value) is list and _PLAIN_TENSORS.issuperset(map(type, value)):  # weights, say: in one go
-        _add_tensors(name, value, found)
+    elif type(value) is list and len(value) <= _MAX_ITEMS and _PLAIN_TENSORS.issuperset(map(type, value)):
+        found.tensors += value  # weights, say: in one go
+        found.tensor_names.append((name, len(value)))
     elif id(value) not in found.visited:
         found.visited[id(value)] = value
         if kind == MODULE:
             found.modules.append((name, value))
         todo.append((name, value, kind))
-
-
-def _add_tensors(name: Name, tensors: list[torch.Tensor], found: Reached) -> None:
-    if len(tensors) <= _MAX_ITEMS:
-        found.tensors += tensors
-        found.tensor_names.append((name, len(tensors)))
 
 
 def _look_into_container(name: Name, value: Any, found: Reached, todo: Todo) -> None:
@@ -221,13 +221,9 @@ def _slots_of_class(cls: type) -> list[str]:
     """Return the names of the attributes that a class keeps in slots."""
     names = _slots_of_classes.get(cls)
     if names is None:
-        members = [(n, v) for base in cls.__mro__ if _is_users_class(base) for n, v in vars(base).items()]
+        members = [(n, v) for base in cls.__mro__ if is_users_class(base) for n, v in vars(base).items()]
         names = _slots_of_classes[cls] = [n for n, v in members if isinstance(v, types.MemberDescriptorType)]
     return names
-
-
-def _is_users_class(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in _WITHOUT_STATE
 
 
 _states_of_classes: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
@@ -237,7 +233,7 @@ def _state_of_class(cls: type) -> list[str]:
     """Return the names of a class's attributes that are state; remembered, for there are many classes in globals."""
     names = _states_of_classes.get(cls)
     if names is None:
-        is_users = _is_users_class(cls)
+        is_users = is_users_class(cls)
         state = (TENSOR, MODULE, GENERATOR)
         names = [n for n, v in vars(cls).items() if kind_of(v) in state] if is_users else []
         _states_of_classes[cls] = names
@@ -258,7 +254,7 @@ def _look_into_module(module: nn.Module, found: Reached, todo: Todo) -> None:
 def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo) -> None:
     code = function.__code__
     found.codes.append(code)
-    facts = _facts_of_codes.get(id(code)) or _look_at_code(code)
+    facts = facts_of_codes.get(id(code)) or look_at_code(code)
     if function.__closure__ is not None:
         for name, cell in zip(facts.free_names, function.__closure__):  # noqa: B905 (as many as there are cells)
             try:
@@ -271,55 +267,25 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
         _meet("default argument", function.__defaults__, found, todo)
     if function.__kwdefaults__:
         _meet("default argument", function.__kwdefaults__, found, todo)
-    if not _is_users(function):
-        return  # torch's own globals hold no user state
-    variables = function.__globals__
-    for name in facts.global_names:
-        value = variables.get(name)
-        if value is None:
-            continue
-        kind = _kinds.get(type(value))
-        if kind is None:
-            kind = kind_of(value)
-        if kind == CALLABLE:
-            for other_variables, other_name in _variables_behind(value):
-                _meet(other_name, other_variables.get(other_name), found, todo)
-        elif kind != NOTHING:
-            _meet(name, value, found, todo)
+    if facts.global_names and is_users(function):  # torch's own globals hold no user state
+        variables = function.__globals__
+        inert = facts.inert
+        if inert is None or not all(map(operator.is_, map(variables.get, inert.names), inert.values)):
+            inert = facts.inert = find_inert(facts.global_names, variables)
+        for name in inert.other_names:
+            _meet_global(name, variables, found, todo)
 
 
-@dataclass(frozen=True, slots=True)
-class CodeFacts:
-    """The names that a function's code speaks of."""
-
-    code: types.CodeType
-    """Held, so that no other code takes its id."""
-    free_names: tuple[str, ...]
-    global_names: tuple[str, ...]
-
-
-_MAX_CODES = 4096
-# By id: the hash of a code object is computed from all it consists of, each time.
-_facts_of_codes: dict[int, CodeFacts] = {}
-
-
-def _look_at_code(code: types.CodeType) -> CodeFacts:
-    if len(_facts_of_codes) >= _MAX_CODES:
-        _facts_of_codes.clear()
-    facts = _facts_of_codes[id(code)] = CodeFacts(code, code.co_freevars, _global_names(code))
-    return facts
-
-
-_users_packages: dict[str | None, bool] = {None: True}
-
-
-def _is_users(function: Any) -> bool:
-    module = getattr(function, "__module__", None)
-    is_users = _users_packages.get(module)
-    if is_users is None:
-        assert module is not None, "known from the start"
-        is_users = _users_packages[module] = module.partition(".")[0] not in _WITHOUT_STATE
-    return is_users
+def _meet_global(name: str, variables: dict[str, Any], found: Reached, todo: Todo) -> None:
+    value = variables.get(name)
+    if value is None:
+        return
+    kind = kind_of(value)
+    if kind == CALLABLE:
+        for other_variables, other_name in _variables_behind(value):
+            _meet(other_name, other_variables.get(other_name), found, todo)
+    elif kind != NOTHING:
+        _meet(name, value, found, todo)
 
 
 Variables = tuple[
@@ -331,7 +297,7 @@ _variables_behind_functions: weakref.WeakKeyDictionary[Any, Variables] = weakref
 
 def _variables_behind(function: Any) -> Variables:
     """Return the globals with state that a global function leads to, by way of others; found once per function."""
-    if not _is_users(function):
+    if not is_users(function):
         return ()
     if type(function) is not types.FunctionType or function.__closure__:
         return _own_state(function)
@@ -354,11 +320,11 @@ def _find_variables(functions: Iterable[Any]) -> Variables:
     todo = list(functions)
     while todo and len(seen) < _MAX_VISITS:
         function = todo.pop()
-        if type(function) is not types.FunctionType or id(function) in seen or not _is_users(function):
+        if type(function) is not types.FunctionType or id(function) in seen or not is_users(function):
             continue
         seen.add(id(function))
         variables = function.__globals__
-        for name in _global_names(function.__code__):
+        for name in global_names(function.__code__):
             value = variables.get(name)
             if type(value) is types.FunctionType and not value.__closure__:
                 todo.append(value)
@@ -396,20 +362,6 @@ def _finds_state(value: Any, found: Reached) -> bool:
     return not found.is_empty()
 
 
-_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function's code, inner functions included, may look up as globals."""
-    loads = (i for i in dis.get_instructions(code) if i.opname in _GLOBAL_LOADS)
-    names = dict.fromkeys(i.argval for i in loads)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_global_names(const)))
-    return tuple(names)
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleTree:
     """The parameter dictionaries of a module tree, its modules that own buffers, and what else holds state.
@@ -423,6 +375,11 @@ class ModuleTree:
     with_generators: tuple[tuple[weakref.ref[nn.Module], str], ...]
     attributes: tuple[tuple[weakref.ref[nn.Module], str], ...]
     variables: Variables
+    embeddings: tuple[weakref.ref[nn.Module], ...]
+
+    def living_embeddings(self) -> list[Any]:
+        """Return the embeddings, which may change their weights in place."""
+        return [module for reference in self.embeddings if (module := reference()) is not None]
 
     def generators(self) -> list[Any]:
         """Return the generators that are attributes of the modules."""
@@ -457,6 +414,7 @@ def _walk_module(module: nn.Module) -> ModuleTree:
         with_generators=tuple((weakref.ref(m), name) for m, name, v in own if kind_of(v) == GENERATOR),
         attributes=tuple((weakref.ref(m), name) for m, name, v in own if _holds_other_state(v, below)),
         variables=_find_variables(_functions_of_classes({type(m): None for _, m in named})),
+        embeddings=tuple(weakref.ref(m) for _, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag))),
     )
 
 
@@ -474,7 +432,7 @@ def _holds_other_state(value: Any, below: dict[int, nn.Module]) -> bool:
 def _functions_of_classes(classes: Iterable[type]) -> list[Any]:
     """Return the methods of the user's classes among these and their bases."""
     bases = {base: None for cls in classes for base in cls.__mro__}
-    users = [base for base in bases if _is_users_class(base)]
+    users = [base for base in bases if is_users_class(base)]
     return [function for base in users for function in vars(base).values()]
 
 

@@ -6,6 +6,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from remat.eager.determinism import (
     more_error,
 )
 from remat.eager.errors import CheckpointError
+from remat.eager.execution import all_of
 from remat.eager.hooks import ends_search
 from remat.eager.reach import name_text
 from remat.eager.state import ReadGuard
@@ -56,13 +58,13 @@ class Recomputation:
 
     __slots__ = (
         "_frame",
-        "_is_complete",
         "_mismatches",
         "_only",
         "_rest",
         "_stops",
         "_task",
         "guard",
+        "is_complete",
         "num_needed",
         "stop",
     )
@@ -74,7 +76,7 @@ class Recomputation:
         self._only = only
         self._stops = stops and (frame.early_stop or only is not None)
         self._mismatches: list[tuple[Mismatch, Any]] = []
-        self._is_complete = False  # known to have saved all that was needed
+        self.is_complete = False  # known to have saved all that was needed, and alike
         self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
         self.stop = _StopRecomputation()
@@ -93,21 +95,70 @@ class Recomputation:
 
         What is saved is listed in `watched`: tensor, its version then, holder.
         """
-        push_saved_tensors_hooks(self._pack_hook(watched), self._unpack)
+        push_saved_tensors_hooks(self.pack_hook(watched), self.unpack)
         try:
             if self._frame.store is not None and self._frame.make_replayer is None:
-                with collectives.watched():  # of which the store has results
+                with self.surroundings(None):
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
         except _StopRecomputation as stop:
             if stop is not self.stop:
                 raise
             stop.__traceback__ = None  # its frames hold every tensor of the recomputation
-            self._is_complete = True
+            self.is_complete = not self._mismatches
         finally:
             pop_saved_tensors_hooks()
 
-    def _pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+    def surroundings(self, context: AbstractContextManager[Any] | None) -> AbstractContextManager[Any]:
+        """Return what the function must be run under, besides a context of its own."""
+        if self._frame.store is not None and self._frame.make_replayer is None:
+            watched = collectives.watched()  # of which the store has results
+            return watched if context is None else all_of([watched, context])
+        return nullcontext() if context is None else context
+
+    def pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+        """Return the hook that is given what autograd saves."""
+        frame = self._frame
+        if self.guard is None and self._only is None and frame.check is default_metadata and not frame.copies_by_op:
+            return self._usual_pack_hook(watched)
+        return self._careful_pack_hook(watched)
+
+    def _usual_pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
+        """Return the same as the careful one, with nothing in it that most recomputations have no need of.
+
+        It is called once per saved tensor, and most of what a region costs is in such calls.
+        """
+        rest, task, stops, run, watch = self._rest, self._task, self._stops, self, watched.append
+        last = self._frame.saves[self.num_needed - 1] if stops and self.num_needed else None
+        getframe = sys._getframe
+
+        def pack(tensor: torch.Tensor) -> Holder | torch.Tensor:
+            nonlocal last
+            save = next(rest, None)
+            if save is None:
+                return run.on_surplus(tensor)
+            holder = save[0]()
+            if holder is not None:
+                if holder.task is None:  # as `put` does, without the call
+                    holder.task = task
+                    holder.value = tensor
+                else:
+                    holder.put(task, tensor)
+                try:
+                    watch((tensor, tensor._version, holder))
+                except (RuntimeError, AttributeError):  # as in `version_of`, without the call
+                    watch((tensor, -1, holder))
+                if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
+                    run.note_mismatch(save, default_metadata(tensor), getframe(1))
+            if save is last:
+                if _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names):
+                    raise run.stop
+                last = run.upcoming()
+            return holder if holder is not None else _cut(tensor)
+
+        return pack
+
+    def _careful_pack_hook(self, watched: list[Any]) -> Callable[[torch.Tensor], Holder | torch.Tensor]:
         frame, task, only, guard, stops = self._frame, self._task, self._only, self.guard, self._stops
         check, rest, run, cuts_now = frame.check, self._rest, self, frame.copies_by_op
         last = frame.saves[self.num_needed - 1] if stops and self.num_needed else None
@@ -119,10 +170,7 @@ class Recomputation:
                 guard.check_saved(tensor)
             save = next(rest, None)
             if save is None:
-                if stops:
-                    raise run.stop
-                run.note_surplus(tensor)
-                return _cut(tensor)
+                return run.on_surplus(tensor)
             holder = save[0]()
             packed: Holder | torch.Tensor
             if holder is not None and (only is None or holder is only):
@@ -151,7 +199,7 @@ class Recomputation:
 
         return pack
 
-    def _unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Holder | torch.Tensor) -> torch.Tensor:
         """Serve a backward that the region's own function runs inside, during the recomputation."""
         if isinstance(packed, torch.Tensor):
             return packed
@@ -171,14 +219,17 @@ class Recomputation:
         if save[3] != seen:
             self.note_mismatch(save, seen, caller)
 
-    def note_surplus(self, tensor: torch.Tensor) -> None:
-        """Raise, unless the forward itself is still running and may save this later."""
+    def on_surplus(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stop at a tensor that the forward did not save, or raise, unless that is still running and may save it."""
+        if self._stops:
+            raise self.stop
         if self._frame.forward_done:
             first = (
                 f"First tensor too many, in {self._frame.label}:\n"
                 f"  recompute: {describe_metadata(default_metadata(tensor))}, saved {_where_am_i(sys._getframe(2))}\n"
             )
             raise more_error(first, likely_causes(None, self._training(), counts_differ=True))
+        return _cut(tensor)
 
     def note_mismatch(self, save: Save, seen: Metadata, caller: Any) -> None:
         """Keep a difference for the error, with where in the recomputation it was seen."""
@@ -186,7 +237,7 @@ class Recomputation:
 
     def check(self) -> None:
         """Raise if the forward and this run did not save alike."""
-        if self._is_complete and not self._mismatches:
+        if self.is_complete:
             return
         frame = self._frame
         num_saved = self.num_saved
@@ -262,7 +313,7 @@ def settle(frame: Frame, watched: list[Any], task: Any) -> None:
     for tensor, version, holder in watched:
         is_same = version == -1 or tensor._version == version
         if is_same and holder.task == task:  # the usual case, without calls
-            if holder.value is tensor and tensor.requires_grad:
+            if holder.value is tensor and not tensor.is_leaf:
                 holder.value = tensor.data
         elif holder.take(task) is not None:
             holder.put(task, tensor.data if is_same else Overwritten(frame, tensor))

@@ -11,6 +11,7 @@ import torch
 from remat.eager.frames import Frame
 from remat.eager.hooks import is_called_by_fsdp
 from remat.eager.makers import Made, Makers
+from remat.eager.memory import storage_id
 from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.rng import OpRngState
 from remat.eager.saved import (
@@ -23,7 +24,6 @@ from remat.eager.saved import (
     Sink,
     Store,
     open_segment,
-    storage_id,
     tensors_of,
     without_handles,
 )

@@ -13,6 +13,7 @@ from remat.eager import rng
 from remat.eager.ambient import Ambient, is_in_force, restored
 from remat.eager.execution import local
 from remat.eager.reach import generators_of, reach
+from remat.eager.renorm import RenormReplay, renormed_twice
 from remat.eager.state import WatchedState
 from remat.passes.torch_private import is_full_backward
 
@@ -48,8 +49,13 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.tensor_positions = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         ctx.save_for_backward(*(args[i] for i in ctx.tensor_positions))
-        with torch.no_grad():
-            outputs = run_function(*args)
+        try:
+            with torch.no_grad():
+                outputs = run_function(*args)
+        except BaseException:
+            if ctx.state is not None:
+                ctx.state.end_forward()
+            raise
         if ctx.rng is not None:
             ctx.rng.seal()
         if ctx.state is not None:
@@ -59,7 +65,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the function again, with a graph, and backward through that."""
-        if not is_full_backward():  # type: ignore[no-untyped-call]
+        if not is_full_backward():
             raise RuntimeError(
                 "the reentrant variant of torch.utils.checkpoint is incompatible with .grad() and with "
                 "backward's "
@@ -89,6 +95,8 @@ def _replay(ctx: Any, args: tuple[Any, ...]) -> Any:
             stack.enter_context(restored(ctx.ambient))
         if ctx.state is not None and ctx.state.buffers is not None and ctx.state.buffers.needs_replay:
             stack.enter_context(ctx.state.buffers.replayed())
+        if ctx.state is not None and ctx.state.renormed:
+            stack.enter_context(RenormReplay(ctx.state.renormed, renormed_twice))
         stack.enter_context(torch.enable_grad())
         local.reentrant_depth += 1
         try:

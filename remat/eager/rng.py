@@ -1,267 +1,43 @@
 """Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
 
-Reading the state of the global generators by public calls takes long beside a small region: 12 microseconds for
-Python's, 43 for NumPy's, and four calls with copies of 5 KB for torch's. So their state words are compared in place
-with the last copy taken; a region that draws from none copies nothing. Where the layout of that memory is not what a
-probe expects, the slow public calls are used. Generators of accelerators are read as torch reads them.
+The global generators on the CPU are read by `global_generators`, those of accelerators as torch reads them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import random
-import struct
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from remat.eager.generators import restore_state, state_of
+from remat.eager.global_generators import GlobalState, global_state, is_drawn_from, put_back_globals
 from remat.passes.torch_private import Generator, tree_leaves
 
-_NUM_WORDS = 624  # of a Mersenne twister
-_NUM_MARK_BYTES = 32  # of those, looked at to see whether a generator has moved
 _cpu_generator = torch.default_generator
-
-
-class _GlobalGenerator(Protocol):
-    """A library's global generator on the CPU: `peek` is cheap, and equal for two equal states."""
-
-    def peek(self) -> Any: ...
-    def restore(self, state: Any) -> None: ...
-
-
-class _NoGenerator:
-    """Stands for the generator of a library that is not installed."""
-
-    def peek(self) -> Any:
-        return None
-
-    def restore(self, state: Any) -> None:
-        assert state is None, "there is nothing to restore"
-
-
-class _PythonBySlowCalls:
-    """Python's `random`, by its public functions."""
-
-    def peek(self) -> Any:
-        return random.getstate()
-
-    def restore(self, state: Any) -> None:
-        random.setstate(state)
-
-
-class _PythonByMemory:
-    """Python's `random`, by comparing the words of its C object with the last copy."""
-
-    def __init__(self, instance: random.Random) -> None:
-        words = (ctypes.c_ubyte * (4 + 4 * _NUM_WORDS)).from_address(id(instance) + object.__basicsize__)
-        self._instance = instance
-        self._live = memoryview(words).cast("B")
-        # A draw moves the index, which comes first; a new batch of words changes the first of them.
-        self._mark = self._live[:_NUM_MARK_BYTES]
-        self._last_mark = self._last = b""
-
-    def peek(self) -> tuple[bytes, float | None]:
-        mark = self._mark.tobytes()
-        if mark != self._last_mark:  # one copy for all regions between two draws
-            self._last_mark, self._last = mark, self._live.tobytes()
-        return self._last, self._instance.gauss_next  # type: ignore[attr-defined]
-
-    def restore(self, state: tuple[bytes, float | None]) -> None:
-        words = memoryview(state[0]).cast("I").tolist()
-        self._instance.setstate((random.Random.VERSION, (*words[1:], words[0]), state[1]))
-
-
-def _python_generator() -> _GlobalGenerator:
-    """Return the quick reader if this interpreter lays its generator out as expected."""
-    instance = random._inst
-    if sys.implementation.name == "cpython" and _python_layout_is_known():
-        return _PythonByMemory(instance)
-    return _PythonBySlowCalls()
-
-
-def _python_layout_is_known() -> bool:
-    probe = random.Random(20240607)
-    probe.random()
-    if random.Random.__basicsize__ < object.__basicsize__ + 4 + 4 * _NUM_WORDS:
-        return False
-    words = memoryview(_PythonByMemory(probe)._live.tobytes()).cast("I").tolist()
-    return bool((*words[1:], words[0]) == probe.getstate()[1])
-
-
-class _NumpyBySlowCalls:
-    """NumPy's global generator, by its public functions."""
-
-    def peek(self) -> Any:
-        import numpy as np
-
-        return repr(np.random.get_state(legacy=False)), np.random.get_state(legacy=False)
-
-    def restore(self, state: Any) -> None:
-        import numpy as np
-
-        np.random.set_state(state[1])
-
-
-class _NumpyByMemory:
-    """NumPy's global Mersenne twister and its spare normal number, by comparing memory with the last copy."""
-
-    def __init__(self, state: Any, gauss_offset: int) -> None:
-        bit_generator = state._bit_generator
-        address = bit_generator.ctypes.state_address
-        self._state = state
-        self._bit_generator = bit_generator  # keeps the memory below alive
-        self._words = memoryview((ctypes.c_ubyte * (4 * _NUM_WORDS + 4)).from_address(address)).cast("B")
-        self._gauss = memoryview((ctypes.c_ubyte * 16).from_address(id(state) + gauss_offset)).cast("B")
-        # A draw moves the position, which comes last; a new batch of words changes the last of them.
-        self._mark = self._words[-_NUM_MARK_BYTES:]
-        self._last_mark = self._last = b""
-
-    def peek(self) -> Any:
-        if self._state._bit_generator is not self._bit_generator:
-            return _NumpyBySlowCalls().peek()
-        mark = self._mark.tobytes()
-        if mark != self._last_mark:  # one copy for all regions between two draws
-            self._last_mark, self._last = mark, self._words.tobytes()
-        return self._last, self._gauss.tobytes()
-
-    def restore(self, state: Any) -> None:
-        if not isinstance(state[0], bytes):
-            _NumpyBySlowCalls().restore(state)
-            return
-        import numpy as np
-
-        words = np.frombuffer(state[0], dtype=np.uint32)
-        has_gauss = int(np.frombuffer(state[1], dtype=np.int32)[0])
-        gauss = float(np.frombuffer(state[1], dtype=np.float64)[1])
-        np.random.set_state(("MT19937", words[:_NUM_WORDS], int(words[_NUM_WORDS]), has_gauss, gauss))
-
-
-class _TorchBySlowCalls:
-    """torch's default CPU generator, by its public functions."""
-
-    def peek(self) -> Any:
-        state = _cpu_generator.get_state()
-        return bytes(state.tolist()), b"", state
-
-    def restore(self, state: Any) -> None:
-        _cpu_generator.set_state(state[2])
-
-
-class _TorchByMemory:
-    """A CPU generator of torch's, by comparing the memory of its Mersenne twister with the last copy."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        words = (ctypes.c_ubyte * _NUM_TORCH_BYTES).from_address(generator._cdata + _TORCH_ENGINE_OFFSET)  # type: ignore[attr-defined]
-        live = memoryview(words).cast("B")
-        self._generator = generator
-        # A draw moves the position, which comes with the seed before the words; a new batch of words changes the first
-        # of them. Behind the words are the spare normal numbers.
-        self._mark, self._spares = live[:_NUM_TORCH_MARK_BYTES], live[_TORCH_WORDS_END:]
-        self._last: tuple[bytes, bytes, torch.Tensor | None] = (b"", b"", None)
-
-    def peek(self) -> Any:
-        mark, spares, last = self._mark.tobytes(), self._spares.tobytes(), self._last
-        while mark != last[0] or spares != last[1]:  # one copy for all regions between two draws
-            last = (mark, spares, self._generator.get_state())
-            mark, spares = self._mark.tobytes(), self._spares.tobytes()  # again: another thread may draw meanwhile
-        self._last = last
-        return last
-
-    def restore(self, state: Any) -> None:
-        self._generator.set_state(state[2])
-
-
-# The memory of a CPU generator: seed, position, words, spare normal numbers (a float, then a double).
-_TORCH_ENGINE_OFFSET, _NUM_TORCH_MARK_BYTES, _TORCH_WORDS_END, _NUM_TORCH_BYTES = 80, 52, 2516, 2540
-
-
-def _torch_generator() -> _GlobalGenerator:
-    """Return the quick reader if torch lays its CPU generators out as expected."""
-    is_known = sys.implementation.name == "cpython" and sys.byteorder == "little" and _torch_layout_is_known()
-    return _TorchByMemory(_cpu_generator) if is_known else _TorchBySlowCalls()
-
-
-def _torch_layout_is_known() -> bool:
-    """True if a probe's memory shows its public state, and how that moves with draws of each kind."""
-    probe = torch.Generator().manual_seed(20240607)
-    torch.rand(3, generator=probe)
-    state, memory = bytes(probe.get_state().tolist()), _torch_memory(probe)
-    seed, left, _, position = struct.unpack_from("<QiiQ", state)
-    words = memoryview(state)[24 : 24 + 8 * _NUM_WORDS].cast("Q").tolist()
-    found_seed, found_left, _, found_position = struct.unpack_from("<QiiI", memory)
-    if (found_seed, found_left, found_position) != (seed, left, position):
-        return False
-    if memoryview(memory)[20:_TORCH_WORDS_END].cast("I").tolist() != words:
-        return False
-    torch.randn(1, generator=probe, dtype=torch.float64)  # leaves a spare number behind
-    spare = bytes(probe.get_state().tolist())[24 + 8 * _NUM_WORDS + 8 :][:8]
-    return _torch_memory(probe)[_TORCH_WORDS_END + 12 :][:9] == spare + b"\x01"
-
-
-def _torch_memory(generator: torch.Generator) -> bytes:
-    return ctypes.string_at(generator._cdata + _TORCH_ENGINE_OFFSET, _NUM_TORCH_BYTES)  # type: ignore[attr-defined]
-
-
-def _numpy_gauss_offset(random_state_type: Any) -> int | None:
-    """Find where a RandomState keeps its spare normal number, by planting one; None if it cannot be found."""
-    import numpy as np
-
-    probe, planted = random_state_type(7), 0.123456789012345678
-    words = probe.get_state(legacy=False)["state"]["key"]
-    probe.set_state(("MT19937", words, 5, 1, planted))
-    memory = ctypes.string_at(id(probe), random_state_type.__basicsize__)
-    at = memory.find(np.float64(planted).tobytes()) - 8
-    if at < 0 or memory.count(np.float64(planted).tobytes()) != 1:
-        return None
-    reader = _NumpyByMemory(probe, at)
-    key, (has_gauss, _) = np.frombuffer(reader.peek()[0], dtype=np.uint32), reader.peek()[1][:2]
-    is_known = bool((key[:_NUM_WORDS] == words).all()) and int(key[_NUM_WORDS]) == 5 and has_gauss == 1
-    return at if is_known else None
-
-
-def _numpy_generator() -> _GlobalGenerator:
-    """Return the quick reader if NumPy lays its global generator out as expected."""
-    if find_spec("numpy") is None:
-        return _NoGenerator()
-    import numpy as np
-
-    state = np.random.mtrand._rand
-    if type(state._bit_generator).__name__ == "MT19937" and sys.implementation.name == "cpython":
-        offset = _numpy_gauss_offset(type(state))
-        if offset is not None:
-            return _NumpyByMemory(state, offset)
-    return _NumpyBySlowCalls()
-
-
-_torch = _torch_generator()
-_python = _python_generator()
-_numpy = _numpy_generator()
 
 
 class RngSnapshot:
     """The random state at a region's entry; what the forward did not touch is dropped at its end."""
 
-    __slots__ = ("cpu", "devices", "generators", "numpy", "python")
+    __slots__ = ("devices", "generators", "globals")
 
     def __init__(self, devices: Iterable[torch.device], generators: Sequence[Any]) -> None:
-        self.cpu: Any = _torch.peek()
-        self.python: Any = _python.peek()
-        self.numpy: Any = _numpy.peek()
+        self.globals = global_state()
         self.devices = [(d, device_module(d.type).get_rng_state(d)) for d in devices] if devices else []
         self.generators = [(g, state_of(g)) for g in generators] if generators else []
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
-        if _python.peek() == self.python:
-            self.python = None
-        if _numpy.peek() == self.numpy:
-            self.numpy = None
+        before, after = self.globals, global_state()
+        if after is before:
+            self.globals = before.of_torch
+            return
+        self.globals = before.limited(
+            python=is_drawn_from(before.python, after.python), numpy=is_drawn_from(before.numpy, after.numpy)
+        )
 
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
@@ -286,29 +62,30 @@ def _are_same(left: Any, right: Any) -> bool:
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    current.cpu = _torch.peek()
-    devices, generators = snapshot.devices, snapshot.generators
+    devices, generators, wanted, now = snapshot.devices, snapshot.generators, snapshot.globals, global_state()
     current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in devices] if devices else devices
     current.generators = [(g, state_of(g)) for g, _ in generators] if generators else generators
-    current.python = None if snapshot.python is None else _python.peek()
-    current.numpy = None if snapshot.numpy is None else _numpy.peek()
-    put_back(snapshot)
+    is_of_torch = wanted.python is wanted.numpy is None
+    current.globals = now.of_torch if is_of_torch else _limited_like(now, wanted)
+    _put_back(snapshot, now)
     return current
+
+
+def _limited_like(state: GlobalState, other: GlobalState) -> GlobalState:
+    return state.limited(python=other.python is not None, numpy=other.numpy is not None)
 
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    now, wanted = _torch.peek(), snapshot.cpu
-    if now is not wanted and now[:2] != wanted[:2]:  # the same object between two draws
-        _torch.restore(wanted)
+    _put_back(snapshot, global_state())
+
+
+def _put_back(snapshot: RngSnapshot, now: GlobalState) -> None:
+    put_back_globals(snapshot.globals, now)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
         restore_state(generator, state)
-    if snapshot.python is not None:
-        _python.restore(snapshot.python)
-    if snapshot.numpy is not None:
-        _numpy.restore(snapshot.numpy)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from remat.eager.errors import CheckpointError
+from remat.eager.memory import storage_id
 from remat.eager.offload import Away, offload
 from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
@@ -209,14 +210,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identify the memory behind a tensor."""
-    try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
-        return id(tensor)
 
 
 class _Handle:

@@ -8,24 +8,25 @@ buffer itself alone, so that module state moves once per call.
 
 from __future__ import annotations
 
-import threading
+import operator
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from remat.eager import swap
 from remat.eager.errors import CheckpointError
 from remat.eager.hooks import may_be_sharded
+from remat.eager.memory import storage_id
 from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
-_LEARN_MAX_BYTES = 1 << 20  # a larger buffer is not copied to find out whether a region changes it
-_RESTING_MAX_BYTES = 1 << 16  # nor is the copy of a larger one kept on, if it does not
+_RESTING_MAX_BYTES = 1 << 16  # the copy of a larger buffer is not kept on, if a region's first call leaves it alone
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -34,6 +35,24 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except (RuntimeError, AttributeError):  # inference tensors, some wrapper subclasses
         return -1
+
+
+read_version = operator.attrgetter("_version")
+
+
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(read_version, tensors))
+    except (RuntimeError, AttributeError):
+        return list(map(version_of, tensors))
+
+
+Stamp = tuple[int, int, int]
+"""Identity, version and memory of a buffer: `buffer.data = other` changes the memory alone."""
+
+
+def _stamp(buffer: torch.Tensor) -> Stamp:
+    return id(buffer), version_of(buffer), storage_id(buffer)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,11 +76,14 @@ class BufferFacts:
 
     changed: set[str] = field(default_factory=set)
     looked_in: set[tuple[Any, bool]] = field(default_factory=set)
-    resting: dict[str, tuple[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
-    """Copies of small buffers that nobody has changed so far, with identity and version of what they are copies of.
+    resting: dict[str, tuple[Stamp, torch.Tensor]] = field(default_factory=dict)
+    """Copies of small buffers that nobody has changed so far, with the stamps of what they are copies of.
 
     One region may run different parts of a model from call to call: the first call says nothing about the others.
     """
+
+    steady: set[str] = field(default_factory=set)
+    """Larger buffers that were once looked at before and after a call, and had been left alone by it."""
 
     def look_for_changes(self, module: nn.Module) -> None:
         """Have resting buffers copied in every call from now on if somebody has changed one of them.
@@ -70,12 +92,11 @@ class BufferFacts:
         have begun before the change know the version that they are of.
         """
         values = ((of, module._buffers.get(name)) for name, (of, _) in self.resting.items())
-        if any(value is None or of != (id(value), version_of(value)) for of, value in values):
+        if any(value is None or of != _stamp(value) for of, value in values):
             self.changed.update(self.resting)
 
 
 _buffer_facts: weakref.WeakKeyDictionary[nn.Module, BufferFacts] = weakref.WeakKeyDictionary()
-_swap_lock = threading.RLock()
 
 
 class BufferState:
@@ -89,9 +110,14 @@ class BufferState:
         self._learning: set[tuple[int, str]] = set()
         self._lost: list[tuple[str, torch.Tensor]] = []  # changed by the forward, and no copy from before it
         self._key = region_key
-        for _, module in modules:
-            self._snapshot(module)
-        self._versions = self._read_versions()
+        swap.begin_forward(module for _, module in modules)
+        try:
+            for _, module in modules:
+                self._snapshot(module)
+            self._versions = self._read_versions()
+        except BaseException:  # no memory left for copies, say
+            self.end_forward()
+            raise
 
     def _named(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
         for label, module in self._modules:
@@ -99,11 +125,11 @@ class BufferState:
                 if value is not None:
                     yield f"{label}.{name}".lstrip("."), module, name, value
 
-    def _read_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
-        return {(id(m), name): (id(value), version_of(value)) for _, m, name, value in self._named()}
+    def _read_versions(self) -> dict[tuple[int, str], Stamp]:
+        return {(id(m), name): _stamp(value) for _, m, name, value in self._named()}
 
     def _snapshot(self, module: nn.Module) -> None:
-        """Copy the buffers of one module that a region changes; on its first call, all small ones."""
+        """Copy the buffers of one module that a region changes; on its first call, all of them."""
         facts = _buffer_facts.get(module)
         if facts is None:
             facts = _buffer_facts[module] = BufferFacts()
@@ -111,10 +137,7 @@ class BufferState:
             facts.look_for_changes(module)
         learning = (self._key, module.training) not in facts.looked_in
         for name, value in module._buffers.items():
-            is_candidate = (
-                learning and value is not None and type(value) is torch.Tensor and value.nbytes <= _LEARN_MAX_BYTES
-            )
-            if value is not None and (name in facts.changed or is_candidate):
+            if value is not None and (name in facts.changed or (learning and type(value) is torch.Tensor)):
                 self._entry.append((module, name, _copy_of(value)))
                 if name not in facts.changed:
                     self._learning.add((id(module), name))
@@ -144,6 +167,8 @@ class BufferState:
         is_copy_of_entry = of == self._versions[id(module), name]
         if copy is not None and is_copy_of_entry and not is_moved and _are_equal(value, copy):
             return  # kernels of batch norm change statistics without counting that
+        if copy is None and not is_moved and name in facts.steady:
+            return  # statistics are never that large
         facts.changed.add(name)
         if copy is not None and is_copy_of_entry:
             self._entry.append((module, name, copy))
@@ -157,6 +182,8 @@ class BufferState:
         if value is not None and value.shape == entry.shape and _are_equal(value, entry):
             if entry.nbytes <= _RESTING_MAX_BYTES:
                 facts.resting[name] = self._versions[id(module), name], entry
+            else:
+                facts.steady.add(name)
             return False
         facts.changed.add(name)
         return True
@@ -175,18 +202,13 @@ class BufferState:
                 moved.append((label, value))
         return moved
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def end_forward(self) -> None:
+        """Say that the forward is over, whatever came of it."""
+        swap.end_forward(module for _, module in self._modules)
+
+    def replayed(self) -> AbstractContextManager[None]:
         """Run a block with the entry values of changed buffers; what the block does to those is dropped."""
-        with _swap_lock:
-            current = [(module, name, module._buffers.get(name)) for module, name, _ in self._entry]
-            for module, name, entry in self._entry:
-                module._buffers[name] = _copy_of(entry)
-            try:
-                yield
-            finally:
-                for module, name, value in current:
-                    module._buffers[name] = value
+        return swap.replayed([(module, name, _copy_of(entry)) for module, name, entry in self._entry])
 
     @property
     def needs_replay(self) -> bool:
@@ -197,26 +219,31 @@ class BufferState:
 class WatchedState:
     """What a region's forward could read besides its arguments, as it was at entry."""
 
-    __slots__ = ("_identities", "_names", "_parameters", "_tensors", "_versions", "buffers")
+    __slots__ = ("_embeddings", "_identities", "_names", "_parameters", "_tensors", "_versions", "buffers", "renormed")
 
     def __init__(self, reached: Reached, region_key: Any) -> None:
         # Weakly: what an object of the user's holds may lead to former steps by its history.
         self._tensors = list(map(weakref.ref, reached.tensors))
         self._names = reached.tensor_names
         self._parameters: list[tuple[tuple[Name, str], dict[str, Any]]] = []
+        self._identities: list[int] = []
+        self._embeddings: list[Any] = []  # whose weights the forward may shorten
         self.buffers: BufferState | None = None
+        self.renormed: Sequence[tuple[str, torch.Tensor, int]] = ()
+        """Weights of embeddings that the forward has changed, with how often it wrote to them."""
         if reached.modules:
             self._look_into_modules(reached.modules, region_key)
+            self._identities = self._read_identities()
             self._versions = self._read_versions()
         else:
-            self._versions = [version_of(tensor) for tensor in reached.tensors]
-        self._identities = self._read_identities()
+            self._versions = _versions_of(reached.tensors)
 
     def _look_into_modules(self, modules: list[tuple[Name, nn.Module]], region_key: Any) -> None:
         with_buffers: list[tuple[str, nn.Module]] = []
         for root, module in modules:
             tree = module_tree(module)
             self._parameters += [((root, name), values) for name, values in tree.parameters]
+            self._embeddings += [e for e in tree.living_embeddings() if e.max_norm is not None]
             for name, reference in tree.with_buffers:
                 child = reference()
                 if child is not None:
@@ -252,8 +279,28 @@ class WatchedState:
 
     def seal(self) -> None:
         """Finish the notes after the forward."""
+        try:
+            if self.buffers is not None:
+                self.buffers.seal()
+            if self._embeddings:
+                self._note_renormed({id(embedding.weight) for embedding in self._embeddings})
+                self._embeddings = []
+        finally:
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """Say that the forward is over, whatever came of it."""
         if self.buffers is not None:
-            self.buffers.seal()
+            self.buffers.end_forward()
+
+    def _note_renormed(self, weights: set[int]) -> None:
+        """Take the weights of embeddings for what the forward made of them."""
+        now = self._read_versions()
+        rows = list(zip(self._named(), self._versions, now, strict=True))
+        self.renormed = [
+            (n, w, after - v) for (n, w), v, after in rows if id(w) in weights and w is not None and v != after
+        ]
+        self._versions = [after if id(w) in weights else before for (_, w), before, after in rows]
 
     def replaced(self) -> str | None:
         """Name a parameter in whose place the forward had another tensor; None if all are what they were.
@@ -261,6 +308,8 @@ class WatchedState:
         FSDP's gathered and sharded parameters take each other's place, and so do those that a hook fetches from
         elsewhere, which are on `meta` until then.
         """
+        if not self._parameters:
+            return None
         now = self._read_identities()
         if now == self._identities or len(now) != len(self._identities) or may_be_sharded():
             return None
@@ -293,25 +342,19 @@ class ReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, moved: list[tuple[str, torch.Tensor]], describe: Callable[[str], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {_storage_id(tensor): name for name, tensor in moved}
+        self._names = {storage_id(tensor): name for name, tensor in moved}
+        self._held = moved  # so that nothing made here takes the address of one
         self._describe = describe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the tensors an op is given, then run it."""
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and _storage_id(leaf) in self._names:
-                raise CheckpointError(self._describe(f"`{self._names[_storage_id(leaf)]}`, read by {func},"))
+            if isinstance(leaf, torch.Tensor) and storage_id(leaf) in self._names:
+                raise CheckpointError(self._describe(f"`{self._names[storage_id(leaf)]}`, read by {func},"))
         return func(*args, **kwargs)
 
     def check_saved(self, tensor: torch.Tensor) -> None:
         """Raise if a tensor that backward is about to be given was changed, though no op read it here."""
-        if _storage_id(tensor) in self._names:
-            raise CheckpointError(self._describe(f"`{self._names[_storage_id(tensor)]}`, saved for backward,"))
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses own no storage
-        return id(tensor)
+        if storage_id(tensor) in self._names:
+            raise CheckpointError(self._describe(f"`{self._names[storage_id(tensor)]}`, saved for backward,"))

@@ -98,8 +98,10 @@ class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
         self._random_state = random_state
         self._label = label
         self._own: dict[int, Any] = {}  # storages made or first written here, by address; weak
-        # Storages that were there before, as far as is known: an alias made by `.data` counts versions from zero.
-        self._outliving = {t.untyped_storage()._cdata for t in outliving if _has_storage(t)}
+        # Storages that were there before, as far as is known: an alias made by `.data` counts versions from zero. Held,
+        # so that nothing made here takes the address of one; other threads' copies of buffers may be among them.
+        self._held = [tensor.untyped_storage() for tensor in outliving if _has_storage(tensor)]
+        self._outliving = {storage._cdata for storage in self._held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an op writes to, run it, and note what it made."""
