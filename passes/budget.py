@@ -81,7 +81,8 @@ class Budget:
     def when_infeasible(self, planner: Planner, budget_bytes: int) -> Offer:
         """Fall back on the lowest plan with a warning, or raise an error that says how low one can get."""
         lowest = planner.lowest
-        if planner.promised_bytes(lowest) <= budget_bytes:
+        least = lowest.peak_bytes if self.fraction == 1.0 else planner.promised_bytes(lowest)
+        if least <= budget_bytes:  # all of what a step takes anyway is a promise that needs no margin
             return lowest
         message = explain_minimum(self.text, budget_bytes, planner.problem, lowest, planner.promised_bytes(lowest))
         if not self.take_minimum:

@@ -3,7 +3,8 @@
 A plan with a tight budget counts on a value being recomputed shortly before it is read and freed soon after. A compiler
 that makes one kernel of two loops because they read the same memory moves one of them to the other's place: recomputed
 copies of a value end up as one that lives long, and results that were never alive at the same time become so. Loops
-that feed each other may always be fused; others only if they run at the same moment of the plan.
+that feed each other may be fused, except that a reduction stays where it is: put off until its small result is read, it
+would keep what it reads alive until then. Other loops may be fused only if they run at the same moment of the plan.
 
 It may also compute a result twice. What a kernel of its own reads through a view is copied for it, and who reads the
 same result later computes it again from what it was made of, which has to live until then. Such results are to be
@@ -29,6 +30,9 @@ COPY_TAG = "remat_copy_of"
 
 MOMENT_TAG = "remat_moment"
 """`node.meta` key of backward's nodes: when the plan runs them."""
+
+
+_REDUCTIONS = FUSED_KINDS - INLINED_KINDS
 
 
 class Moment(NamedTuple):
@@ -59,7 +63,21 @@ def may_fuse(first: Sequence[fx.Node], second: Sequence[fx.Node], *, feed_each_o
         return True
     if any(COPY_TAG in node.meta for node in (*first, *second)) and len({m.phase for m in (*moments, *others)}) > 1:
         return False
-    return feed_each_other or max(m.slot for m in moments) == max(m.slot for m in others)
+    slot, other = max(m.slot for m in moments), max(m.slot for m in others)
+    if slot == other:
+        return True
+    return feed_each_other and not _reduces_before(max(slot, other), (*first, *second))
+
+
+def _reduces_before(slot: int, nodes: Iterable[fx.Node]) -> bool:
+    """Is any of the nodes a reduction that the plan runs before a slot?"""
+    return any(
+        MOMENT_TAG in node.meta
+        and node.meta[MOMENT_TAG].slot < slot
+        and node.op == "call_function"
+        and facts_of(node.target).kind in _REDUCTIONS
+        for node in nodes
+    )
 
 
 def _moments(nodes: Iterable[fx.Node]) -> list[Moment]:

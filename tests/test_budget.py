@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from joints import capture
 from measure import activation_peak
+from remat.passes.budget import Budget, Planner
+from remat.passes.constraints import find_constraints
+from remat.passes.cost import Machine, Roofline, price
 from remat.passes.errors import OptionError
+from remat.passes.flow import FlowProblem
+from remat.passes.storage import find_storages
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -244,3 +251,38 @@ def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
     path.write_text('{"format": 2, "decisions": []}')
     with pytest.raises(OptionError, match=r"plan=.*plan\.json' cannot be read: .*this plan is damaged"):
         Options.parse({"plan": path})
+
+
+# --- a margin for what a compiler does --------------------------------------------------------------------------------
+
+
+def _fused_planner(function: Any, *args: torch.Tensor) -> Planner:
+    graph = capture(function, *args).classify()
+    costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}))
+    return Planner(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True))
+
+
+def _layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ w)
+    return x.sum()
+
+
+def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted() -> None:
+    planner = _fused_planner(_layers, torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True))
+    predicted = planner.lowest.peak_bytes
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        Budget("tight", num_bytes=predicted).when_infeasible(planner, predicted)
+    text = str(caught.value)
+    assert f"({predicted} bytes), to which the compiler may add 7%" in text
+    least = int(re.search(r"Give at least (\d+) bytes", text)[1])
+    assert predicted < least < 1.1 * predicted
+    assert Budget("least", num_bytes=least).when_infeasible(planner, least) is planner.lowest
+    assert planner.within_safely(least).peak_bytes <= least * 0.93
+
+
+def test_all_that_a_step_takes_is_a_budget_without_a_margin() -> None:
+    planner = _fused_planner(lambda x: x.sort(0).values.sum(), torch.randn(64, 64, requires_grad=True))
+    assert planner.lowest.peak_bytes == planner.without_recompute.peak_bytes
+    budget = Budget("1.0", fraction=1.0)
+    assert budget.when_infeasible(planner, budget.resolve(planner)) is planner.lowest

@@ -206,3 +206,27 @@ def test_predicted_peak_of_many_random_programs_is_the_measured_one(seed: int, p
     for budget in (0.9, 0.7, 0.4):
         torch._dynamo.reset()
         check(random_program(seed), budget, plans)
+
+
+def patches() -> tuple[Loss, list[nn.Parameter]]:
+    """Patches of images, and a stream that several ops read and to which layers add."""
+    images, filters, scale = torch.ones(8, 3, 32, 32), weight(48, 3, 4, 4), weight(48)
+    weights = [(weight(48, 192), weight(192, 48)) for _ in range(5)]
+
+    def loss() -> torch.Tensor:
+        stream = torch.conv2d(images, filters, stride=4).flatten(2).transpose(1, 2)
+        for up, down in weights:
+            normal = nn.functional.layer_norm(stream, (48,), scale)
+            stream = stream + nn.functional.gelu(normal @ up) @ down
+        return stream.square().mean()
+
+    return loss, [filters, scale, *(w for pair in weights for w in pair)]
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_predicted_peak_of_code_that_inductor_fuses_is_close(budget: float, plans: list[Plan]) -> None:
+    loss, parameters = patches()
+    compiled = torch.compile(loss, backend="remat", options={"memory_budget": budget}, fullgraph=True)
+    compiled().backward()
+    peak = measure.activation_peak(compiled, parameters, counter="allocator").activation_bytes
+    assert plans[-1].peak.num_bytes == pytest.approx(peak, rel=0.05)
