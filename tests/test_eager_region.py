@@ -789,5 +789,11 @@ class TestDepth:
         assert self.in_a_fresh_thread(lambda: self.nested(torch.utils.checkpoint.checkpoint, depth)) is None
         assert self.in_a_fresh_thread(lambda: self.nested(compat.checkpoint, depth)) is None
 
+    def test_regions_that_return_what_the_one_inside_returns_nest_deep_too(self):
+        def function(x, num_inside):
+            return compat.checkpoint(function, x.sin(), num_inside - 1, use_reentrant=False) if num_inside else x.sin()
+
+        assert self.in_a_fresh_thread(lambda: function(torch.ones(2, requires_grad=True), 175)) is None
+
     def test_marked_functions_nest_deep_too(self):
         assert self.in_a_fresh_thread(lambda: self.marked(175)) is None

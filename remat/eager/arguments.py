@@ -59,23 +59,20 @@ class SavedArguments:
                 changed = (i for i, before in enumerate(self._versions) if now[i] != before)
                 raise CheckpointError(changed_in_place(name_of(next(changed))))
             return self._args, self._kwargs
-        args = tuple([_unpack_argument(v, i, name_of) for i, v in enumerate(self._args)])
-        offset = len(args)
-        items = enumerate(self._kwargs.items())
-        return args, {name: _unpack_argument(v, offset + i, name_of) for i, (name, v) in items}
-
-
-def _unpack_argument(value: Any, index: int, name_of: Callable[[int], str]) -> Any:
-    if type(value) is not SavedTensor:
-        return value
-    try:
-        return value.unpack()
-    except CheckpointError:
-        raise
-    except RuntimeError as error:  # torch's own version check knows no name
-        if "modified by an inplace operation" not in str(error):
+        values, index = [*self._args, *self._kwargs.values()], 0
+        try:
+            # Without functions of its own: what a region around has saved is recomputed from here, region by region.
+            for index, value in enumerate(values):
+                if type(value) is SavedTensor:
+                    values[index] = value.unpack()
+        except CheckpointError:
             raise
-        raise CheckpointError(changed_in_place(name_of(index))) from error
+        except RuntimeError as error:  # torch's own version check knows no name
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise CheckpointError(changed_in_place(name_of(index))) from error
+        num_positional = len(self._args)
+        return tuple(values[:num_positional]), dict(zip(self._kwargs, values[num_positional:], strict=True))
 
 
 def _pack_argument(value: Any) -> Any:

@@ -38,6 +38,7 @@ class RenormReplay(SelectiveMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Skip an op that shortens rows; look at what others read, and run them."""
         kwargs = kwargs or {}
+        self._uncount()  # before autograd saves the weight with a version that it will not have at the end
         if func is RENORM and storage_id(args[0]) in self._num_left:
             self._num_left[storage_id(args[0])] -= 1
             self._num_skipped[storage_id(args[0])] += 1
@@ -49,11 +50,17 @@ class RenormReplay(SelectiveMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def __exit__(self, *exception: object) -> None:
-        """Take back the counting of writes that were none: torch counts them outside of dispatch modes."""
+        """Leave the weights with the versions that they had."""
         super().__exit__(*exception)
+        self._uncount()
+
+    def _uncount(self) -> None:
+        """Take back the counting of writes that were none: torch counts them when the mode has returned."""
         for weight, version in zip(self._weights, self._versions, strict=True):
-            if weight._version == version + self._num_skipped[storage_id(weight)]:
+            num_skipped = self._num_skipped[storage_id(weight)]
+            if num_skipped and weight._version == version + num_skipped:
                 set_versions((weight,), (version,))
+                self._num_skipped[storage_id(weight)] = 0
 
 
 def renormed_twice(what: str) -> str:
