@@ -25,6 +25,9 @@ from .simulate import Simulation, simulate
 from .source import source_line
 from .storage import Storages
 
+SMALLEST_BYTES = 1024
+"""A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""
+
 ROUNDS_TO_MINIMUM = 4
 """How often the grid of the chain planner is refined in search of the lowest peak."""
 
@@ -329,7 +332,7 @@ def explain_minimum(
     if insisted:
         lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
     lines.append(
-        f"Give at least {least} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
+        f"Give at least {max(least, SMALLEST_BYTES)} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
         "smaller batches lower it, too."
     )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import numbers
 import re
 from typing import Any
 
-from .passes.budget import Budget
+from .passes.budget import SMALLEST_BYTES, Budget
 from .passes.errors import OptionError
 
 UNITS = {
@@ -20,9 +20,6 @@ ALLOWED = (
     "None (as fast as possible); a float above 0.0 and up to 1.0 (a fraction of the activation peak without "
     'recompute); an int from 1024 (bytes); or text such as "2GiB", "500MB" or "35%"'
 )
-
-SMALLEST_BYTES = 1024
-"""A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""
 
 _TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>%|[A-Za-z]+)\s*")
 

@@ -262,14 +262,16 @@ def _fused_planner(function: Any, *args: torch.Tensor) -> Planner:
     return Planner(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True))
 
 
-def _layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     for _ in range(6):
         x = torch.tanh(x @ w)
     return x.sum()
 
 
 def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted() -> None:
-    planner = _fused_planner(_layers, torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True))
+    planner = _fused_planner(
+        _products, torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    )
     predicted = planner.lowest.peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as caught:
         Budget("tight", num_bytes=predicted).when_infeasible(planner, predicted)
@@ -286,3 +288,10 @@ def test_all_that_a_step_takes_is_a_budget_without_a_margin() -> None:
     assert planner.lowest.peak_bytes == planner.without_recompute.peak_bytes
     budget = Budget("1.0", fraction=1.0)
     assert budget.when_infeasible(planner, budget.resolve(planner)) is planner.lowest
+
+
+def test_least_budget_that_an_error_names_may_be_given() -> None:
+    planner = _fused_planner(_products, torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+    with pytest.raises(remat.InfeasibleBudget, match="Give at least 1024 bytes"):
+        Budget("1B", num_bytes=1).when_infeasible(planner, 1)
+    assert parse_budget(1024).num_bytes == 1024
