@@ -492,7 +492,7 @@ _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every
 
 def is_tracing_proxies() -> bool:
     """True while a compiler records ops into an FX graph; a non-strict trace wants eager's ops instead."""
-    return is_tracing() and not _is_non_strict_tracing()
+    return _len_torch_dispatch_stack() != 0 and is_tracing() and not _is_non_strict_tracing()
 
 
 def is_tracing() -> bool:

@@ -800,7 +800,7 @@ class TestDepth:
         def function(x, num_inside):
             return compat.checkpoint(function, x.sin(), num_inside - 1, use_reentrant=False) if num_inside else x.sin()
 
-        assert self.in_a_fresh_thread(lambda: function(torch.ones(2, requires_grad=True), 175)) is None
+        assert self.in_a_fresh_thread(lambda: function(torch.ones(2, requires_grad=True), 230)) is None
 
     def test_marked_functions_nest_deep_too(self):
         assert self.in_a_fresh_thread(lambda: self.marked(175)) is None

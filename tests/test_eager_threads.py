@@ -111,6 +111,60 @@ def test_a_buffer_that_is_replaced_while_another_thread_is_in_forward_is_refused
     assert model.num_calls == 2
 
 
+def _add_to_all(counts):
+    counts.add_(1)
+
+
+def _add_to_a_slice(counts):
+    counts[1:3].add_(1)
+
+
+def _assign_to_a_slice(counts):
+    counts[1:3] = 7
+
+
+class Counting(nn.Module):
+    """Reads a buffer, changes it, and reads it again."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.register_buffer("counts", torch.ones(4))
+
+    def forward(self, x):
+        before = x.sin() * self.counts.clone()
+        self.change(self.counts)
+        return (before * self.counts.clone()).tanh()
+
+
+@pytest.mark.parametrize("change", [_add_to_all, _add_to_a_slice, _assign_to_a_slice])
+def test_a_region_may_change_a_buffer_while_another_thread_is_in_forward(change):
+    """Whole or in part: the recomputation then works on copies that no module has."""
+
+    def gradient_and_counts(region):
+        model, in_forward, may_end = Counting(change), threading.Event(), threading.Event()
+        x = torch.linspace(0, 1, 4, requires_grad=True)
+        out = region(model, x)
+
+        def waiting(x):
+            in_forward.set()
+            may_end.wait()
+            return model(x)
+
+        thread = threading.Thread(target=lambda: region(waiting, torch.ones(4, requires_grad=True)))
+        thread.start()
+        in_forward.wait()
+        try:
+            out.sum().backward()
+        finally:
+            may_end.set()
+            thread.join()
+        return x.grad, model.counts
+
+    expected = gradient_and_counts(lambda function, x: function(x))
+    assert all(map(torch.equal, gradient_and_counts(plain), expected))
+
+
 def test_threads_that_wait_for_each_other_end_in_an_error(monkeypatch):
     """A recomputation that waits for a thread which is to run a region over the same module."""
     monkeypatch.setattr(swap, "MAX_WAIT_SECONDS", 0.2)

@@ -23,7 +23,7 @@ from remat.eager.out_of_memory import advise
 from remat.eager.reach import generators_of, reach
 from remat.eager.recorder import Recorder
 from remat.eager.replayer import Replayer
-from remat.eager.saved import adopt_child, open_segment
+from remat.eager.saved import adopt_child
 from remat.eager.selective import Selective
 from remat.eager.settings import Overrides, overrides
 from remat.eager.state import WatchedState
@@ -108,9 +108,10 @@ def run_region(
         frame = _open_frame(function, args, kwargs, spec, around)
         local.execution = execution = Execution(frame, None)
     else:
-        number, replay, former = _enter_child(outer)
-        if spec.is_refilled and former is not None and outer is not None and former.can_be_refilled(outer.task):
-            return former.refill(args, kwargs, outer)
+        if outer is not None:
+            number, replay, former = _enter_child(outer)
+            if spec.is_refilled and former is not None and former.can_be_refilled(outer.task):
+                return former.refill(args, kwargs, outer)
         contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
         frame = _open_frame(function, args, kwargs, spec, around)
         execution = Execution(frame, outer)
@@ -217,10 +218,8 @@ def _region_key(function: Any) -> Any:
     return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)
 
 
-def _enter_child(outer: Execution | None) -> tuple[int, Any, Frame | None]:
+def _enter_child(outer: Execution) -> tuple[int, Any, Frame | None]:
     """Number this call within the region around it; if that is run again, find what it was then."""
-    if outer is None:
-        return 0, None, None
     number = outer.num_children
     outer.num_children = number + 1
     if type(outer.mode) is Recorder:
@@ -262,10 +261,8 @@ def _attach_contexts(
         # time.
         execution.mode = Replayer(replay.store)
     elif type(forward) is Recorder and not forward.is_bound:
-        open_segment(frame)
         execution.mode = forward.bind(frame)
     else:
-        open_segment(frame)
         execution.mode = selective.recorder(frame)
     return execution.mode  # type: ignore[no-any-return]
 

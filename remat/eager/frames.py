@@ -33,6 +33,7 @@ from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, settle
 from remat.eager.renorm import RenormReplay, renormed_twice
 from remat.eager.state import ReadGuard, WatchedState
+from remat.eager.swap import Copies, replayed
 from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
 from remat.passes.torch_private import (
     current_graph_task_id,
@@ -167,30 +168,45 @@ class Frame:
                 raise value.refuse()
             return value  # type: ignore[return-value]
         group = get_graph_exec_group()
+        task = task if group is None else group
         try:
-            return self._recompute_for(holder, task if group is None else group, group)
+            with self._lock:  # two threads of one backward may ask at once; the second finds the value
+                if holder.peek(task) is None:
+                    self._refuse_second_time(task)
+                    # Asked for from here, and not by a helper: in nested regions this makes the outer one recompute,
+                    # for whose arguments the next one is asked, and each helper would be one more step on the stack.
+                    given = self.arguments.unpack(self._argument_name)
+                    self._recompute_for(task, holder, *given)
+                value = holder.take(task)
+            if type(value) is Overwritten:
+                raise value.refuse()
         except CheckpointError as error:
             if self.on_error is None:
                 raise
             raise self.on_error(error) from error
-
-    def _recompute_for(self, holder: Holder, task: Any, group: Any) -> torch.Tensor:
-        with self._lock:  # two threads of one backward may ask at once; the second finds the value
-            if holder.peek(task) is None:
-                if group is not None:
-                    self._recompute_in_group(group)
-                elif task == -1:
-                    self._recompute(task, holder)  # outside of backward nobody else's values are wanted
-                elif task in self._tasks:
-                    raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
-                else:
-                    self._recompute(task, None)
-                    self.note_recomputed(task)
-            value = holder.take(task)
-        if type(value) is Overwritten:
-            raise value.refuse()
         assert value is not None, "a recomputation that ended well fills every living holder"
         return value  # type: ignore[return-value]
+
+    def _refuse_second_time(self, task: Any) -> None:
+        """Raise if the values for a backward pass were recomputed once and have been taken."""
+        if task in self._tasks:
+            raise CheckpointError(f"{_UNPACKED_TWICE} Read ctx.saved_tensors once in backward, and keep them.")
+        if self._groups is not None and task in self._groups:
+            raise CheckpointError(
+                f"{_UNPACKED_TWICE} Performing two backward calls that overlap is refused inside a GraphExecGroup, "
+                "whose backwards share one recomputation of each activation. Run the second one outside of the group, "
+                "or in its own."
+            )
+
+    def _recompute_for(self, task: Any, holder: Holder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if task == -1:
+            self._recompute(task, holder, args, kwargs)  # outside of backward nobody else's values are wanted
+        elif not self._was_run_for(task):  # an outer region, asked for these arguments, may have run this one again
+            self._recompute(task, None, args, kwargs)
+            self.note_recomputed(task)
+
+    def _was_run_for(self, task: Any) -> bool:
+        return task in self._tasks or (self._groups is not None and task in self._groups)
 
     def note_recomputed(self, task: Any) -> None:
         """Remember that the holders were filled for a backward pass."""
@@ -203,7 +219,7 @@ class Frame:
 
     def can_be_refilled(self, task: Any) -> bool:
         """True if a run inside the recomputation of an outer region can serve this one's backward."""
-        if task == -1 or task in self._tasks or (self._groups is not None and task in self._groups):
+        if task == -1 or self._was_run_for(task):
             return False
         return any(reference() is not None for reference, *_ in self.saves)
 
@@ -239,23 +255,8 @@ class Frame:
         _forget_leftovers(run, outer.task)
         return out
 
-    def _recompute_in_group(self, group: Any) -> None:
-        if self._groups is not None and group in self._groups:
-            raise CheckpointError(
-                f"{_UNPACKED_TWICE} "
-                "Performing two backward calls that overlap is refused inside a GraphExecGroup, whose "
-                "backwards share "
-                "one recomputation of each activation. Run the second one outside of the group, or in its "
-                "own."
-            )
-        self._recompute(group, None)
-        self.note_recomputed(group)
-
-    def _recompute(self, task: Any, only: Holder | None) -> None:
+    def _recompute(self, task: Any, only: Holder | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward again and put what it saves into the holders, or into one of them."""
-        args, kwargs = self.arguments.unpack(self._argument_name)
-        if task in self._tasks:
-            return  # an outer region, asked for these arguments, has been run again, and this one with it
         run = Recomputation(self, task, only)
         surroundings = self._surroundings(run)
         had_grad, outer = is_grad_enabled(), local.execution
@@ -284,8 +285,8 @@ class Frame:
                 rng.put_back(random_state)
         if not run.is_complete:
             run.check()
-        if surroundings and self.clearance is not None and only is None:
-            self.clearance.give()  # without any, it was given before; for one value, too little has been run
+        if run.is_guarded and self.clearance is not None and only is None:  # for one value, too little has been run
+            self.clearance.give()
         _forget_leftovers(run, task)
 
     def _surroundings(self, run: Recomputation) -> list[AbstractContextManager[Any]]:
@@ -293,18 +294,25 @@ class Frame:
         found: list[AbstractContextManager[Any]] = []
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
+        state = self.state
+        copies = state.buffers.copies() if state is not None and state.buffers is not None else []
         if self.clearance is not None and not self.clearance.is_given():
-            outliving = self.arguments.tensors() + (self.state.tensors() if self.state is not None else [])
-            found.append(WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label, outliving))
-        if self.state is not None:
-            found.extend(self._state_surroundings(self.state, run))
+            outliving = self.arguments.tensors() + (state.tensors() if state is not None else [])
+            guard = WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label, outliving)
+            guard.allow(copy for _, _, copy in copies)
+            found.append(guard)
+            run.is_guarded = True
+        if state is not None:
+            found.extend(self._state_surroundings(state, copies, run))
         if self.make_replayer is not None:
             found.append(self.make_replayer(self.store))
         elif self.recompute_context is not None:
             found.append(_fresh(self.recompute_context))
         return found
 
-    def _state_surroundings(self, state: WatchedState, run: Recomputation) -> list[AbstractContextManager[Any]]:
+    def _state_surroundings(
+        self, state: WatchedState, copies: Copies, run: Recomputation
+    ) -> list[AbstractContextManager[Any]]:
         found: list[AbstractContextManager[Any]] = []
         replaced = state.replaced()
         if replaced is not None:
@@ -313,8 +321,8 @@ class Frame:
                 "would use the wrong one. torch.func.functional_call, for one, puts tensors into a module only while "
                 "it is called: make the call itself a region, remat.checkpoint(functional_call, module, tensors, x)."
             )
-        if state.buffers is not None and state.buffers.needs_replay:
-            found.append(state.buffers.replayed())
+        if copies:
+            found.append(replayed(copies))
         moved = state.moved()
         if moved:
             run.guard = ReadGuard(moved, lambda what: f"{self.label}: {changed_in_place(what)}")

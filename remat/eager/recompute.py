@@ -65,6 +65,7 @@ class Recomputation:
         "_task",
         "guard",
         "is_complete",
+        "is_guarded",
         "num_needed",
         "stop",
     )
@@ -79,6 +80,7 @@ class Recomputation:
         self.is_complete = False  # known to have saved all that was needed, and alike
         self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
+        self.is_guarded = False  # against writes to what outlives it
         self.stop = _StopRecomputation()
         self.num_needed = len(saves) if only is None else _index_of(only, saves) + 1
         if only is None and self._stops:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from remat.eager.frames import Frame
-from remat.eager.hooks import is_called_by_fsdp
+from remat.eager.hooks import is_called_by_fsdp, is_fsdp_loaded
 from remat.eager.makers import Made, Makers
 from remat.eager.memory import storage_id
 from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
@@ -45,6 +45,8 @@ from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
+    pop_mode,
+    push_mode,
     traced_nodes_since,
     traced_nodes_so_far,
     tree_leaves,
@@ -56,47 +58,52 @@ _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 
 
 _UNBOUND = LooseSink()  # nothing is kept there
+_NOTHING_KNOWN: dict[int, bool] = {}  # stays empty
 _TAGS = ("ac_graph_id", "recompute")  # what the nodes of a trace are given
 
 
 class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     """Ask the policy about every op of a forward, and keep what it wants saved."""
 
-    def __init__(self, policy: PolicyFunction, on_mutation: OnMutation, sink: Sink | None = None) -> None:
-        super().__init__()
+    # What most forwards have nothing of is said once, for the class: setting it up for each takes time.
+    ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
+    disk_folder: str | None = None  # where offloaded values go; None for host memory
+    sink: Sink = _UNBOUND
+    _makers: Makers | None = None
+    _ran_a_random_op = _saved_a_random_op = False
+    _state: dict[Any, Any] | None = None  # of the policy, for this call of the region
+    _store: Store | None = None
+    _tags_before: dict[str, Any] | None = None
+    _views: dict[int, list[OpKey]] | None = None  # saved ones, by the memory that they show
+
+    def __init__(self, policy: PolicyFunction, on_mutation: OnMutation) -> None:
+        self.has_fsdp = is_fsdp_loaded()
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
-        self.ac_graph_id: Any = None  # set by torch when this mode runs under its compiler
-        self.disk_folder: str | None = None  # where offloaded values go; None for host memory
         # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
-        self._known: dict[int, bool] = getattr(policy, "known", {})
-        self._reads_names: bool = getattr(policy, "reads_names", True)
+        self._known: dict[int, bool] = getattr(policy, "known", _NOTHING_KNOWN)
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
-        self._tags_before: dict[str, Any] | None = None
-        self.sink: Sink = _UNBOUND
-        if sink is not None:
-            self.bind(sink)
 
     def bind(self, sink: Sink) -> Recorder:
         """Put what is kept into a sink from now on."""
         self.sink = sink
-        if sink.store is None:
-            sink.store = Store()
-        self._counts = sink.store.counts
-        self._entries: list[weakref.ref[AnyEntry]] = []
-        self._views: dict[int, list[OpKey]] = {}  # saved ones, by the memory that they show
-        self._saved_a_random_op = self._ran_a_random_op = False
+        if self._store is not None:  # a context that was entered before
+            self._ran_a_random_op = self._saved_a_random_op = False
+            self._state = self._views = None
+        store = sink.store
+        if store is None:
+            store = sink.store = Store()
+        self._store, self._counts = store, store.counts
         # Who made which value matters only to policies that speak of names, as any function may.
-        self._makers = Makers() if self._reads_names else None
-        self._state: dict[Any, Any] = {}  # of the policy, for this call of the region
+        self._makers = Makers() if getattr(self.policy, "reads_names", True) else None
         return self
 
     def recorder(self, frame: Frame) -> Recorder:
         """Return another one for a frame, with the same policy."""
-        other = Recorder(self.policy, self.on_mutation, frame)
+        other = Recorder(self.policy, self.on_mutation)
         other.ac_graph_id = self.ac_graph_id
-        return other
+        return other.bind(frame)
 
     @property
     def is_bound(self) -> bool:
@@ -109,11 +116,11 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
             self._tags_before = {name: fx_current_meta().get(name) for name in _TAGS}
-        super().__enter__()
+        self._flags = push_mode(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
+        pop_mode(self._flags)
         if self._tags_before is not None:
             _put_back_tags(self._tags_before)
             self._tags_before = None
@@ -157,7 +164,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = op_facts(func)
-        if facts.mutates and self._entries:
+        if facts.mutates and self._store is not None and self._store.entries:
             self._before_mutation(facts, args)
         rng_state = self._before_random(args, kwargs or {}) if facts.is_random else None
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -190,6 +197,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def _ask_policy(self, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        if self._state is None:
+            self._state = {}
         context.state = self._state
         try:
             answer = self.policy(context, func, *args, **(kwargs or {}))
@@ -238,11 +247,15 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         store.kept.add(key[0])
         if type(entry) is OffloadedEntry:
             store.has_offloaded = True
-        self._entries.append(reference)
         facts = known_facts.get(key[0])
         if facts is not None and facts.is_view:
-            for tensor in tensors_of(out):
-                self._views.setdefault(storage_id(tensor), []).append(key)
+            self._note_views(key, out)
+
+    def _note_views(self, key: OpKey, out: Any) -> None:
+        if self._views is None:
+            self._views = {}
+        for tensor in tensors_of(out):
+            self._views.setdefault(storage_id(tensor), []).append(key)
 
     # ------------------------------------------------------------------------------------------------- names
 
@@ -314,7 +327,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             for storage in storages & self._views.keys():
                 for key in self._views.pop(storage):
                     self._drop(key)  # a copy would not show the change, nor pass on one that is made through it
-        for reference in self._entries:
+        assert self._store is not None
+        for reference in self._store.entries.values():
             entry = reference()
             if entry is not None:
                 entry.before_mutation(storages)

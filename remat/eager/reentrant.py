@@ -15,6 +15,7 @@ from remat.eager.execution import local
 from remat.eager.reach import generators_of, reach
 from remat.eager.renorm import RenormReplay, renormed_twice
 from remat.eager.state import WatchedState
+from remat.eager.swap import replayed
 from remat.passes.torch_private import is_full_backward
 
 
@@ -93,8 +94,9 @@ def _replay(ctx: Any, args: tuple[Any, ...]) -> Any:
         stack.enter_context(rng.replayed(ctx.rng))
         if not is_in_force(ctx.ambient):
             stack.enter_context(restored(ctx.ambient))
-        if ctx.state is not None and ctx.state.buffers is not None and ctx.state.buffers.needs_replay:
-            stack.enter_context(ctx.state.buffers.replayed())
+        copies = ctx.state.buffers.copies() if ctx.state is not None and ctx.state.buffers is not None else None
+        if copies:
+            stack.enter_context(replayed(copies))
         if ctx.state is not None and ctx.state.renormed:
             stack.enter_context(RenormReplay(ctx.state.renormed, renormed_twice))
         stack.enter_context(torch.enable_grad())

@@ -7,13 +7,14 @@ from typing import Any
 
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import local
-from remat.eager.hooks import is_called_by_fsdp
+from remat.eager.hooks import is_called_by_fsdp, is_fsdp_loaded
 from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
 from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
+from remat.passes.torch_private import push_mode
 
 _CAST = id(CAST)
 
@@ -22,26 +23,29 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
 
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
-        super().__init__()
         self._owner = owner  # keeps the values alive where no frame does
         if owner is None:
             self._use(store if store is not None else Store())
 
     def _use(self, store: Store) -> None:
+        self.has_fsdp = is_fsdp_loaded()
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
         # Ops of which nothing was kept need only be counted; casts of weights are not even that.
-        kept = store.kept
-        self._limits = {key: count for key, count in store.counts.items() if key not in kept}
-        self._limits.pop(_CAST, None)
-        self._kept = kept if _CAST not in kept else kept - {_CAST}
+        self._kept = kept = store.kept
+        self._limits = limits = store.counts.copy()
+        for key in kept:
+            limits.pop(key, None)
+        if _CAST in store.counts:
+            limits.pop(_CAST, None)
+            self._kept = kept - {_CAST}
 
     def __enter__(self) -> Replayer:
         if self._owner is not None:
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        super().__enter__()
+        self._flags = push_mode(self)
         return self
 
     def _prefetch(self) -> None:
@@ -74,7 +78,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         reference = store.entries.get((key, number))
         entry = reference() if reference is not None else None
         if entry is not None:
-            return answer(op_facts(func), args, entry)
+            facts = op_facts(func)
+            return entry.take() if facts.is_plain else answer(facts, args, entry)
         if key in self._limits or number >= store.counts.get(key, 0):
             self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))

@@ -26,6 +26,7 @@ class Selective:
 
     def recorder(self, frame: Frame) -> Recorder:
         """Return the mode for the forward of a frame."""
-        recorder = Recorder(self.policy, self.on_mutation, frame)
-        recorder.disk_folder = self.disk_folder
-        return recorder
+        recorder = Recorder(self.policy, self.on_mutation)
+        if self.disk_folder is not None:
+            recorder.disk_folder = self.disk_folder
+        return recorder.bind(frame)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from remat.eager.hooks import is_fsdp_loaded
 from remat.passes.torch_private import TorchDispatchMode, pop_mode, push_mode
 
 if TYPE_CHECKING:
@@ -15,9 +14,11 @@ if TYPE_CHECKING:
 class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
 
-    def __init__(self) -> None:  # torch's own sets up only what its `__enter__` needs
-        self.num_suspensions = 0
-        self.has_fsdp = is_fsdp_loaded()
+    num_suspensions = 0
+    _flags: tuple[bool, bool]
+
+    def __init__(self) -> None:
+        """Do nothing: torch's own sets up only what its `__enter__` needs."""
 
     def __enter__(self) -> Self:
         self._flags = push_mode(self)

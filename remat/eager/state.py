@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,14 +205,9 @@ class BufferState:
         """Say that the forward is over, whatever came of it."""
         swap.end_forward(module for _, module in self._modules)
 
-    def replayed(self) -> AbstractContextManager[None]:
-        """Run a block with the entry values of changed buffers; what the block does to those is dropped."""
-        return swap.replayed([(module, name, _copy_of(entry)) for module, name, entry in self._entry])
-
-    @property
-    def needs_replay(self) -> bool:
-        """True if some buffer must be given its entry value while the forward is replayed."""
-        return bool(self._entry)
+    def copies(self) -> swap.Copies:
+        """Return the entry values of the buffers that the forward changed, for a replay that changes them again."""
+        return [(module, name, _copy_of(entry)) for module, name, entry in self._entry]
 
 
 class WatchedState:

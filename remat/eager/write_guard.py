@@ -103,6 +103,12 @@ class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
         self._held = [tensor.untyped_storage() for tensor in outliving if _has_storage(tensor)]
         self._outliving = {storage._cdata for storage in self._held}
 
+    def allow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let some tensors be written to, whose versions may be counted with those of others."""
+        for tensor in tensors:
+            if _has_storage(tensor):
+                self._note(tensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an op writes to, run it, and note what it made."""
         kwargs = kwargs or {}
