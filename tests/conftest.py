@@ -14,6 +14,9 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from ranks import four_ranks, two_ranks  # noqa: F401 (fixtures)
+from remat.passes.cost import Machine
+
+from remat import calibration
 
 with warnings.catch_warnings():
     # Inductor's own modules use torch's deprecated scripting while they are imported; the first test that compiles
@@ -53,6 +56,14 @@ def pytest_runtest_call() -> Iterator[None]:
 def single_thread() -> None:
     # Results must not depend on how a reduction is cut over threads, and the tensors are too small to gain.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_machine() -> Iterator[None]:
+    """Let plans be those of one machine, whatever runs the tests and however busy it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "machines", lambda: {"cpu": Machine(2.0**35, 2.0**34)})
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,12 @@ from remat.passes.cost import Machine
 from remat import calibration
 
 
+_machines = calibration.machines  # before other tests are given a machine of their own
+
+
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "machines", _machines)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calibration._machine.cache_clear()
     yield
