@@ -12,7 +12,6 @@ from remat.passes.cost import Machine
 
 from remat import calibration
 
-
 _machines = calibration.machines  # before other tests are given a machine of their own
 
 
