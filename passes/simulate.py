@@ -179,11 +179,14 @@ class _Run:
 
     def simulate(self, ends: dict[int, bool]) -> Simulation:
         """Allocate and release, moment by moment."""
+        workspace = self.storages.workspace
         for moment, i in enumerate(self.order):
             for source in self.reads[moment]:
                 for memory in self.held[source]:
                     self.last[memory] = moment
             self.held.append(self._result(moment, i))
+            if i in workspace:
+                self._allocate(moment, *workspace[i])
         self._keep(ends)
         return self._simulation()
 

@@ -8,7 +8,7 @@ does not write is computed inside its readers' loops, so reading it means readin
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch.fx as fx
 from .constraints import base_is_viewed
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_facts import Kind
-from .symbols import Sizes
+from .symbols import Sizes, terms_of
+from .workspace import workspace_of
 
 FUSED_KINDS = frozenset(
     {
@@ -59,6 +60,9 @@ class Storages:
     """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
     relaid: frozenset[int]
     """Inputs of the step that a compiler copies into another layout; it hands the copy to backward."""
+    workspace: Mapping[int, tuple[int, int]]
+    """Memory that nodes take only while they run, as in `own_bytes` and `own_sizes`: what an allocator sees, and one
+    who watches results does not."""
 
 
 def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None) -> Storages:
@@ -82,7 +86,18 @@ def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None)
         ),
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
+        workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )
+
+
+def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, int]]]:
+    for i, node in enumerate(graph.nodes):
+        num_bytes = workspace_of(node, sizes)
+        if isinstance(num_bytes, int) and not sizes.symbols:
+            if num_bytes:
+                yield i, (num_bytes, num_bytes)
+        elif terms := terms_of(num_bytes):
+            yield i, (sizes.value_of_terms(terms), sizes.number_of(terms))
 
 
 def _relaid(graph: JointGraph) -> Iterator[int]:
