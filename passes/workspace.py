@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .joint_graph import tensor_of
 from .symbols import Sizes
 from .torch_private import expression_of, sympy_functions
 
@@ -26,15 +25,17 @@ KEYS_PER_BLOCK = 512
 def workspace_of(node: fx.Node, sizes: Sizes) -> Any:
     """Bytes that a node takes while it runs, as a number or an expression of size symbols; 0 if nothing is known."""
     if node.target is ATTENTION:
-        query, key = (tensor_of(node.args[k]) for k in (0, 1))
-        return 0 if query is None or key is None else _forward_bytes(query, key)
+        query, key, *_ = _tensors(node)
+        return _forward_bytes(query, key)
     if node.target is ATTENTION_BACKWARD:
-        gradient, query, key = (tensor_of(node.args[k]) for k in (0, 1, 2))
-        if gradient is None or query is None or key is None:
-            return 0
+        gradient, query, key, *_ = _tensors(node)
         copied = 0 if _is_laid_out_row_by_row(gradient, sizes) else _num_bytes(gradient)
         return _backward_bytes(query, key) + copied
     return 0
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
 
 
 def _forward_bytes(query: torch.Tensor, key: torch.Tensor) -> Any:
