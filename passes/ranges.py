@@ -48,6 +48,10 @@ LARGEST_SIZE = 2**40
 FAR = 2**20
 """How many times the present sizes a search goes."""
 
+WHOLE = 2**20
+"""In how many parts the present sizes are grown: so fine that a search for the end of a range meets every size. A range
+whose plan is made for a size a little below its end has no plan for what lies between."""
+
 TRIES_TO_ALIGN = 64
 """How many sizes below the wanted one are tried until what the graph takes for granted holds (multiples of 8, say)."""
 
@@ -159,7 +163,7 @@ class _RangePlanner:
     def _lowest(self) -> Picked:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
         if self.request.budget is None:
-            return self._quietly(self._scaled(64 * FAR))
+            return self._quietly(self._scaled(WHOLE * FAR))
         planner = Planner(*self._at(self.base))
         budget_bytes = self.request.budget.resolve(planner)
         return Picked(planner.lowest, budget_bytes, planner.without_recompute.peak_bytes)
@@ -206,28 +210,28 @@ class _RangePlanner:
 
     def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
         """The largest sizes on a line at which something holds; None if it does not at its beginning."""
-        if not holds(grown(64)):
+        if not holds(grown(WHOLE)):
             return None
-        low, high = 64, 128  # sixty-fourths of the sizes at hand
-        while high < 64 * FAR and holds(grown(high)):
+        low, high = WHOLE, 2 * WHOLE
+        while high < WHOLE * FAR and holds(grown(high)):
             low, high = high, 2 * high
         while high - low > 1 and grown(low).values != grown(high).values:
             middle = (low + high) // 2
             low, high = (middle, high) if holds(grown(middle)) else (low, middle)
         return self._allowed(grown(low))
 
-    def _scaled(self, sixty_fourths: int) -> Sizes:
-        """The present sizes, all of them grown."""
-        return self.base.at({symbol: self._grown(symbol, sixty_fourths) for symbol in self.open})
+    def _scaled(self, num_parts: int) -> Sizes:
+        """The present sizes, all of them grown to so many parts of what they are."""
+        return self.base.at({symbol: self._grown(symbol, num_parts) for symbol in self.open})
 
-    def _stretched(self, symbol: Any, sixty_fourths: int) -> Sizes:
+    def _stretched(self, symbol: Any, num_parts: int) -> Sizes:
         """One size grown, the others as small as they get."""
         least = {s: max(symbol_bounds(self.base.shape_env, s)[0] or 0, 1) for s in self.open}
-        return self.base.at({**least, symbol: self._grown(symbol, sixty_fourths)})
+        return self.base.at({**least, symbol: self._grown(symbol, num_parts)})
 
-    def _grown(self, symbol: Any, sixty_fourths: int) -> int:
+    def _grown(self, symbol: Any, num_parts: int) -> int:
         _, high = symbol_bounds(self.base.shape_env, symbol)
-        grown: int = self.base.values[symbol] * sixty_fourths // 64
+        grown: int = self.base.values[symbol] * num_parts // WHOLE
         return grown if high is None else min(grown, high)
 
     def _allowed(self, sizes: Sizes) -> Sizes | None:

@@ -315,6 +315,56 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
     return found
 
 
+def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_lengths: int) -> list[Chosen]:
+    """Plan for lengths up to 4096, and for those next to the ends of ranges, where no plan so far is for them."""
+    x = torch.randn(4, 64, 16, requires_grad=True)
+    torch._dynamo.mark_static(x, 0)
+    torch._dynamo.mark_static(x, 2)
+    joint = capture(Attentive(num_layers), x, dynamic=True)
+    model = Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses)
+    plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
+    sizes = plain.storages.sizes
+    (length,) = sizes.backed
+    largest = at_sizes(plain.problem, model, sizes.at({length: 4096}), fuses=fuses)
+    budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
+    request = Request(model, budget, fuses=fuses, take_minimum=True)
+    rng, found = random.Random(0), []
+    todo = [int(2 ** rng.uniform(4, 12)) for _ in range(num_lengths)]
+    while todo:
+        value = todo.pop(0)
+        values = {length.name: value}
+        if any(all(is_true(guard, values) for guard in chosen.plan.guards) for chosen in found):
+            continue
+        problem, storages = at_sizes(plain.problem, model, sizes.at({length: value}), fuses=fuses)
+        chosen = choose(Prepared(problem, storages, plain.num_fwd_outputs), request)
+        assert all(is_true(guard, values) for guard in chosen.plan.guards)
+        found.append(chosen)
+        ends = [int(guard.split()[-1]) for guard in chosen.plan.guards]
+        todo += [n for end in ends for n in (end - 1, end + 1, end + 2, end + 9) if 16 <= n <= 4096]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "part", "fuses"),
+    [
+        (4, 0.3, False),
+        *(
+            pytest.param(num_layers, part, fuses, marks=pytest.mark.slow)
+            for num_layers in (2, 8, 16)
+            for part in (0.05, 0.3, 0.9, 1.2)
+            for fuses in (False, True)
+        ),
+    ],
+)
+def test_number_of_plans_over_one_size_is_bounded_also_next_to_the_ends_of_ranges(
+    num_layers: int, part: float, fuses: bool
+) -> None:
+    found = plans_over_one_size(num_layers, part, fuses=fuses, num_lengths=60)
+    most = 5 + fuses
+    assert len(found) <= most, [chosen.plan.guards for chosen in found]
+    assert {chosen.plan.most_ranges for chosen in found} == {most}
+
+
 @pytest.mark.parametrize(
     ("num_layers", "part", "fuses"),
     [
