@@ -48,9 +48,10 @@ LARGEST_SIZE = 2**40
 FAR = 2**20
 """How many times the present sizes a search goes."""
 
-WHOLE = 2**20
-"""In how many parts the present sizes are grown: so fine that a search for the end of a range meets every size. A range
-whose plan is made for a size a little below its end has no plan for what lies between."""
+PARTS_OF_ONE, PARTS_OF_SEVERAL = 2**20, 2**6
+"""In how many parts the present sizes are grown. One size is, in parts so fine that a search for the end of a range
+meets every value of it: a plan made for a little less would leave out what lies between. The end of a range of several
+sizes is no size but a curve, of which a few points are looked at."""
 
 TRIES_TO_ALIGN = 64
 """How many sizes below the wanted one are tried until what the graph takes for granted holds (multiples of 8, say)."""
@@ -125,6 +126,7 @@ class _RangePlanner:
         """Where a plan has to fit in any case."""
         self.open = [s for s in self.example.backed if s not in self.fixed]
         self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
+        self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
@@ -163,7 +165,7 @@ class _RangePlanner:
     def _lowest(self) -> Picked:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
         if self.request.budget is None:
-            return self._quietly(self._scaled(WHOLE * FAR))
+            return self._quietly(self._scaled(self.whole * FAR))
         planner = Planner(*self._at(self.base))
         budget_bytes = self.request.budget.resolve(planner)
         return Picked(planner.lowest, budget_bytes, planner.without_recompute.peak_bytes)
@@ -210,10 +212,10 @@ class _RangePlanner:
 
     def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
         """The largest sizes on a line at which something holds; None if it does not at its beginning."""
-        if not holds(grown(WHOLE)):
+        if not holds(grown(self.whole)):
             return None
-        low, high = WHOLE, 2 * WHOLE
-        while high < WHOLE * FAR and holds(grown(high)):
+        low, high = self.whole, 2 * self.whole
+        while high < self.whole * FAR and holds(grown(high)):
             low, high = high, 2 * high
         while high - low > 1 and grown(low).values != grown(high).values:
             middle = (low + high) // 2
@@ -231,7 +233,7 @@ class _RangePlanner:
 
     def _grown(self, symbol: Any, num_parts: int) -> int:
         _, high = symbol_bounds(self.base.shape_env, symbol)
-        grown: int = self.base.values[symbol] * num_parts // WHOLE
+        grown: int = self.base.values[symbol] * num_parts // self.whole
         return grown if high is None else min(grown, high)
 
     def _allowed(self, sizes: Sizes) -> Sizes | None:
