@@ -7,9 +7,8 @@ budget holds for a range of sizes, and states it as guards: who compiled the gra
 Ranges are few. Where the fastest plan fits, it holds up to the largest size at which it does. Beyond, a range ends
 where the fastest plan would take twice the memory that it takes at the range's beginning: the budget, twice the budget,
 four times the budget. The last range has no end but that of the budget: its plan is made for the largest size at which
-there is one. So there are at most MOST_RANGES of them, one more where a plan has to do without the margin that is left
-for a compiler, and one more if plans that exceed the budget are asked for. A plan is made for the upper end of its
-range, so that it fits everywhere in it.
+there is one. So there are at most MOST_RANGES of them, and one more if plans that exceed the budget are asked for. A
+plan is made for the upper end of its range, so that it fits everywhere in it, and leaves the margin for a compiler.
 
 Where several sizes change, a range is one of all of them: what the fastest plan takes there. The same memory may be
 many short rows or a few long ones, and a plan that fits for the one need not fit for the other. So plans are made for
@@ -126,12 +125,15 @@ class _RangePlanner:
         """Where a plan has to fit in any case."""
         self.open = [s for s in self.example.backed if s not in self.fixed]
         self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
+        is_of_graph = not Shares.find(self.problem.graph).budgets
+        self.margin = FUSION_MARGIN if request.fuses and is_of_graph else 0.0
+        """What is left for a compiler, as the planner does for a budget of the whole graph alone."""
         self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
         problem, storages = (self.problem, self.storages) if self.base is self.example else self._at(self.base)
-        fastest = self._bounded(Planner(problem, storages).fastest.schedule, has_margin=True)
+        fastest = self._bounded(Planner(problem, storages).fastest.schedule)
         if all(bounded.fits(self.base) for bounded in fastest) or not self.open:
             picked = self._pick(problem, storages)
             return self._finish(picked, self._upper(picked.offer.schedule))
@@ -248,18 +250,13 @@ class _RangePlanner:
 
     # ---------------------------------------------------------------------------------------------- ranges
 
-    def _bounded(self, schedule: Schedule, *, has_margin: bool = False) -> list[_Bounded]:
-        """The peaks of a schedule, each with its limit.
-
-        A margin is left for what a compiler does, as the planner does, unless the plan needs all there is.
-        """
+    def _bounded(self, schedule: Schedule) -> list[_Bounded]:
+        """The peaks of a schedule, each with its limit."""
         simulation = simulate(self.problem.graph, self.storages, schedule)
         found = []
         for limit in self.limits:
             peak = peak_terms(simulation, self.example, limit.counts)
-            safe = int((1 - FUSION_MARGIN) * limit.num_bytes)
-            is_safe = self.request.fuses and limit.counts is None and (has_margin or peak.at(self.base) <= safe)
-            found.append(_Bounded(peak, safe if is_safe else limit.num_bytes))
+            found.append(_Bounded(peak, int((1 - self.margin) * limit.num_bytes)))
         return found
 
     def _upper(self, schedule: Schedule) -> tuple[Any, ...]:
@@ -311,7 +308,7 @@ class _RangePlanner:
             moved = replace(moved, without_recompute_bytes=whole)
         guards = tuple(c for group in conditions for c in group if self._may_guard(c))
         chosen = write_plan(self.problem, self.storages, moved, self.request.key)
-        most = self.num_ranges + self.request.fuses + self._takes_minimum  # within the margin; beyond the budget
+        most = self.num_ranges + self._takes_minimum
         plan = replace(chosen.plan, guards=tuple(_relation_text(guard) for guard in guards), most_ranges=most)
         return replace(chosen, plan=plan, guards=guards)
 

@@ -360,7 +360,7 @@ def test_number_of_plans_over_one_size_is_bounded_also_next_to_the_ends_of_range
     num_layers: int, part: float, fuses: bool
 ) -> None:
     found = plans_over_one_size(num_layers, part, fuses=fuses, num_lengths=60)
-    most = 5 + fuses
+    most = 5  # four, and the lowest plan beyond the budget
     assert len(found) <= most, [chosen.plan.guards for chosen in found]
     assert {chosen.plan.most_ranges for chosen in found} == {most}
 
@@ -379,7 +379,7 @@ def test_number_of_plans_over_one_size_is_bounded_also_next_to_the_ends_of_range
 )
 def test_number_of_plans_over_two_sizes_is_bounded(num_layers: int, part: float, fuses: bool) -> None:
     found = plans_over_two_sizes(num_layers, part, fuses=fuses, num_batches=120)
-    most = 4 + fuses  # where the fastest plan fits, up to twice the budget, as far as there is one, the margin, beyond
+    most = 4  # where the fastest plan fits, up to twice the budget, as far as there is one, beyond
     assert len(found) <= most, [chosen.plan.guards for chosen in found]
     for chosen in found:
         assert chosen.plan.most_ranges == most
