@@ -21,7 +21,7 @@ from .improve import Improver
 from .joint_graph import Role
 from .ladder import Rung, ladder
 from .schedule import Schedule, roots, schedule_backward
-from .simulate import Simulation, simulate
+from .simulate import Simulation, Simulator
 from .source import source_line
 from .storage import Storages
 
@@ -99,6 +99,7 @@ class Planner:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.storages = problem, storages
+        self.simulator = Simulator(problem.graph, storages)
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
         self._followers: dict[Script, Offer] = {}
@@ -275,7 +276,7 @@ class Planner:
         return self._followers[script]
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
-        simulation = simulate(self.problem.graph, self.storages, schedule)
+        simulation = self.simulator.run(schedule)
         return Offer(schedule, simulation, extra_ticks(self.problem, schedule), planner)
 
 

@@ -27,7 +27,7 @@ from .flow import FlowProblem
 from .joint_graph import Role
 from .ladder import keep_least, ladder
 from .schedule import Schedule, ScheduleWriter, schedule_backward
-from .simulate import Simulation, simulate
+from .simulate import Simulation, Simulator
 from .storage import Storages
 from .torch_private import without_modes
 
@@ -59,7 +59,7 @@ class Chain:
     """A graph as a chain of blocks with options."""
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
-        self.problem, self.storages = problem, storages
+        self.problem, self.simulator = problem, Simulator(problem.graph, storages)
         self.blocks = find_blocks(problem)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""
@@ -111,7 +111,7 @@ class Chain:
         """Simulate one choice for all blocks and read off what each of them takes."""
         problem = self.problem
         schedule = schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in saved])
-        simulation = simulate(problem.graph, self.storages, schedule)
+        simulation = self.simulator.run(schedule)
         block_of = self._block_of_moments(schedule)
         outside = _bytes_of_earlier_blocks(simulation, block_of, self.num_blocks)
         forward, backward = [0] * self.num_blocks, [0] * self.num_blocks

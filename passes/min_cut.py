@@ -153,12 +153,13 @@ def _never_recomputed(network: Network) -> list[bool]:
 def _decide_locally(network: Network, surely_needed: Sequence[bool], never: Sequence[bool]) -> list[bool | None]:
     """Facts 1 and 3: True for recomputed, False for not, None where a solver has to look."""
     recomputed: list[bool | None] = [None] * len(never)
+    unsure = {i for i, is_sure in enumerate(surely_needed) if not is_sure}
     for i, is_sure in enumerate(surely_needed):
         if not is_sure:
             continue
         if never[i]:
             recomputed[i] = False
-        elif network.save_prices[i] is FORBIDDEN or all([surely_needed[j] for j in network.inputs[i]]):
+        elif network.save_prices[i] is FORBIDDEN or unsure.isdisjoint(network.inputs[i]):
             recomputed[i] = True  # recomputing costs no more than saving
     return recomputed
 
@@ -180,7 +181,7 @@ def _components(
                     group_of[member] = large
     groups = {id(group): group for group in group_of.values()}
     # A group in which nothing is needed costs nothing: its values stay unused.
-    return [sorted(group) for group in groups.values() if any([surely_needed[i] for i in group])]
+    return [sorted(group) for group in groups.values() if any(surely_needed[i] for i in group)]
 
 
 _Row = tuple[Price, Price, tuple[int, ...], bool]

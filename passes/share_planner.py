@@ -19,7 +19,7 @@ from .flow import FlowProblem
 from .improve import NODES_SIMULATED, Candidate, Improver, Move, Touch
 from .schedule import Schedule, schedule_backward
 from .shares import Limits, SharePeak
-from .simulate import simulate
+from .simulate import Simulator
 from .storage import Storages
 
 FIRST_MULTIPLE, FACTOR, NUM_RAISES = 0.25, 4.0, 12
@@ -71,6 +71,7 @@ class _Searcher:
 
     def __init__(self, problem: FlowProblem, storages: Storages, limits: Limits, *, gives_up: bool) -> None:
         self.problem, self.storages, self.limits, self.gives_up = problem, storages, limits, gives_up
+        self.simulator = Simulator(problem.graph, storages)
         self.lowest: list[tuple[int, Schedule] | None] = [None] * len(limits.num_bytes)
 
     def search(self) -> ShareSearch:
@@ -137,7 +138,7 @@ class _Searcher:
         return schedule, self._peaks(schedule)
 
     def _peaks(self, schedule: Schedule) -> tuple[SharePeak, ...]:
-        peaks = self.limits.shares.peaks(simulate(self.problem.graph, self.storages, schedule))
+        peaks = self.limits.shares.peaks(self.simulator.run(schedule))
         for region, peak in enumerate(peaks):
             low = self.lowest[region]
             if low is None or peak.num_bytes < low[0]:
