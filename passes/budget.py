@@ -20,7 +20,7 @@ from .flow import FlowProblem
 from .improve import Improver
 from .joint_graph import Role
 from .ladder import Rung, ladder
-from .schedule import Schedule, roots, schedule_backward
+from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .source import source_line
 from .storage import Storages
@@ -99,6 +99,7 @@ class Planner:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.storages = problem, storages
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
         self.simulator = Simulator(problem.graph, storages)
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
@@ -111,7 +112,7 @@ class Planner:
         """The plain cut: the cheapest plan if memory costs nothing."""
         problem = self.problem
         saved = problem.saved(problem.cut())
-        return self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
+        return self._offer(self.scheduler.backward(saved), "cut")
 
     @cached_property
     def without_recompute(self) -> Offer:
@@ -119,7 +120,7 @@ class Planner:
         problem = self.problem
         kept = [v for v in problem.needed if problem.constraint(v).no_save is None]
         saved = problem.saved(problem.cut(0.0, kept))
-        return self._offer(schedule_backward(problem.graph, problem.constraints, saved), "keep all")
+        return self._offer(self.scheduler.backward(saved), "keep all")
 
     @cached_property
     def chain(self) -> Chain:
@@ -141,7 +142,7 @@ class Planner:
         """Per value, the last stage of backward that needs it or anything computed from it."""
         problem = self.problem
         last = [-1] * len(problem.bases)
-        for stage, root in enumerate(roots(problem.graph)):
+        for stage, root in enumerate(self.scheduler.roots):
             for i in problem.graph.inputs[root]:
                 if i in problem.value_of:
                     last[problem.value_of[i]] = stage
@@ -229,7 +230,7 @@ class Planner:
 
     def _peak_stage(self, offer: Offer) -> int:
         simulation = offer.simulation
-        own = set(roots(self.problem.graph))
+        own = set(self.scheduler.roots)
         return sum(i in own for i in simulation.order[simulation.num_forward : simulation.peak_moment])
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
@@ -266,7 +267,7 @@ class Planner:
         if kept not in self._keepers:
             problem = self.problem
             saved = [problem.bases[v] for v in sorted(kept)]
-            self._keepers[kept] = self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
+            self._keepers[kept] = self._offer(self.scheduler.backward(saved), "cut")
         return self._keepers[kept]
 
     def _following(self, script: Script) -> Offer:

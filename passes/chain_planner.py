@@ -27,7 +27,7 @@ from .blocks import Block, find_blocks
 from .flow import FlowProblem
 from .joint_graph import Role
 from .ladder import keep_least, ladder
-from .schedule import Schedule, ScheduleWriter, schedule_backward
+from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .storage import Storages
 from .torch_private import without_modes
@@ -61,6 +61,7 @@ class Chain:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.simulator = problem, Simulator(problem.graph, storages)
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
         self.blocks = find_blocks(problem)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""
@@ -111,7 +112,7 @@ class Chain:
     def _measured(self, saved: Sequence[int]) -> list[Option]:
         """Simulate one choice for all blocks and read off what each of them takes."""
         problem = self.problem
-        schedule = schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in saved])
+        schedule = self.scheduler.backward([problem.bases[v] for v in saved])
         simulation = self.simulator.run(schedule)
         block_of = self._block_of_moments(schedule)
         outside = _bytes_of_earlier_blocks(simulation, block_of, self.num_blocks)
@@ -466,7 +467,7 @@ class _Writer:
     def __init__(self, chain: Chain, saved: Iterable[int]) -> None:
         problem = chain.problem
         legal = sorted(problem.bases[v] for v in saved if problem.constraint(v).no_save is None)
-        self.chain, self.writer = chain, ScheduleWriter(problem.graph, problem.constraints, legal)
+        self.chain, self.writer = chain, chain.scheduler.writer(legal)
         self.held: list[frozenset[int]] = []
         """Values that stretches in progress keep for later, innermost last."""
 
