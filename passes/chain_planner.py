@@ -161,13 +161,13 @@ def _bytes_of_earlier_blocks(simulation: Simulation, block_of: Sequence[int], nu
     ends = reached[::-1]
     """When backward has come as far as each block."""
     changes = [0] * (len(block_of) + 1)
-    for memory in simulation.memory:
-        if memory.first < simulation.num_forward:
-            k = block_of[memory.first]
-            first, end = max(memory.first, starts[k + 1]), min(memory.last + 1, ends[k])
+    for allocated, last, num_bytes in simulation.spans:
+        if allocated < simulation.num_forward:
+            k = block_of[allocated]
+            first, end = max(allocated, starts[k + 1]), min(last + 1, ends[k])
             if first < end:
-                changes[first] += memory.num_bytes
-                changes[end] -= memory.num_bytes
+                changes[first] += num_bytes
+                changes[end] -= num_bytes
     return list(accumulate(changes[:-1]))
 
 

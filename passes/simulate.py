@@ -10,7 +10,7 @@ its result over an input that dies there, and both are guesses about a compiler,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -86,6 +86,13 @@ class Simulation:
         ]
         return (*self.copies, *counted)
 
+    @property
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """The first moment, the last one and the bytes of everything that was allocated."""
+        allocated = self.allocations
+        yield from ((copy.first, copy.last, copy.num_bytes) for copy in self.copies)
+        yield from zip(allocated.first, allocated.last, allocated.num_bytes, strict=True)
+
     @cached_property
     def peak_bytes(self) -> int:
         """The activation peak."""
@@ -132,33 +139,34 @@ class Simulator:
     def run(self, schedule: Schedule) -> Simulation:
         """Find what is alive at every moment of a step."""
         order = (*schedule.forward, *schedule.events)
-        reads = self._reads(order)
-        ends = self._kept_to_the_end(schedule)
+        reads, ends = self._reads(schedule)
         written: list[bool] = []
         if self.fuses:
             written = _written_to_memory(self.storages, order, reads, ends, schedule)
             self._write_what_reads_much(order, reads, written)
         return _Run(self, schedule, order, reads, written).simulate(ends)
 
-    def _reads(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Per moment, the moments at which what it reads was computed; what the step is given has none."""
-        inputs = self.graph.inputs
-        current = [-1] * len(inputs)
-        reads = []
-        for moment, i in enumerate(order):
-            # The garbage collector soon forgets tuples of numbers; lists it would visit again and again.
-            reads.append(tuple([current[j] for j in inputs[i] if current[j] >= 0]))
-            current[i] = moment
-        return reads
+    def _reads(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], dict[int, bool]]:
+        """Per moment, the moments at which what it reads was computed; what the step is given has none.
 
-    def _kept_to_the_end(self, schedule: Schedule) -> dict[int, bool]:
-        """Moments whose results outlive the step; True for finished gradients, which do not count."""
-        num_forward = len(schedule.forward)
-        last = {i: moment for moment, i in enumerate(schedule.forward)}
-        ends = {last[i]: False for i in self.forward_outputs if i in last}
-        last.update((i, moment) for moment, i in enumerate(schedule.events, start=num_forward))
-        gradients = [last[i] for i in self.backward_outputs if i in last]
-        return {**{moment: moment >= num_forward for moment in gradients}, **ends}
+        And the moments whose results outlive the step; True for finished gradients, which do not count.
+        """
+        inputs, num_forward = self.graph.inputs, len(schedule.forward)
+        current = [-1] * len(inputs)
+        reads: list[tuple[int, ...]] = []
+
+        def run(order: Iterable[int]) -> None:
+            for i in order:
+                # The garbage collector soon forgets tuples of numbers; lists it would visit again and again.
+                sources = tuple([current[j] for j in inputs[i] if current[j] >= 0])
+                current[i] = len(reads)
+                reads.append(sources)
+
+        run(schedule.forward)
+        ends = {current[i]: False for i in self.forward_outputs if current[i] >= 0}
+        run(schedule.events)
+        gradients = [current[i] for i in self.backward_outputs if current[i] >= 0]
+        return reads, {**{moment: moment >= num_forward for moment in gradients}, **ends}
 
     def _write_what_reads_much(
         self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: list[bool]
@@ -172,14 +180,14 @@ class Simulator:
         """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
         for moment, (i, sources) in enumerate(zip(order, reads, strict=True)):
             place = places[i]
-            if place in (OWN, NOWHERE) or (place == INLINED and written[moment]):
+            if place != SHARED and (place != INLINED or written[moment]):
                 buffers.append((moment,))
                 continue
             if len(sources) == 1 and not given[i]:
                 read = buffers[sources[0]]
             else:
                 read = tuple(set(given[i]).union(*[buffers[source] for source in sources]))
-            if place == INLINED and len(read) > (READS_IF_REUSED if users[moment] > 1 else MOST_READS):
+            if len(read) > READS_IF_REUSED and place == INLINED and (users[moment] > 1 or len(read) > MOST_READS):
                 written[moment] = True
                 read = (moment,)
             buffers.append(read)
