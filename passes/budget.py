@@ -164,7 +164,10 @@ class Planner:
 
     def within_safely(self, budget_bytes: int) -> Offer | None:
         """The same with a margin for what the simulator cannot know of a compiler."""
-        return self.within(int((1 - self.margin) * budget_bytes))
+        bound = int((1 - self.margin) * budget_bytes)
+        # Where sizes are symbols, what is compared says at which other sizes a plan is the best one.
+        is_hopeless = bound < self.simulator.least_bytes() and not self.storages.sizes.symbols
+        return None if is_hopeless else self.within(bound)
 
     @property
     def margin(self) -> float:
@@ -298,13 +301,10 @@ def extra_ticks(problem: FlowProblem, schedule: Schedule) -> int:
     """What a schedule adds to the step: writing and reading what is kept, and running nodes again."""
     graph, costs = problem.graph, problem.costs
     kept = dict.fromkeys(problem.bases[problem.value_of[i]] for i in schedule.received if i in problem.value_of)
-    total = sum(costs.save_ticks[i] for i in kept)
-    seen: set[int] = set()
-    for i in schedule.events:
-        if graph.roles[i] is Role.FORWARD or i in seen:
-            total += costs.run_ticks[i]
-        seen.add(i)
-    return total
+    # What is not forward's runs for the first time in backward: that is no extra work.
+    first_runs = [i for i in set(schedule.events) if graph.roles[i] is not Role.FORWARD]
+    run_ticks = [sum(map(costs.run_ticks.__getitem__, nodes)) for nodes in (schedule.events, first_runs)]
+    return sum(costs.save_ticks[i] for i in kept) + run_ticks[0] - run_ticks[1]
 
 
 LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'

@@ -490,10 +490,9 @@ class _Writer:
 
     def _run(self, nodes: Iterable[int]) -> None:
         """Run nodes, then forget what was recomputed for them and nobody holds."""
-        problem, start = self.chain.problem, len(self.writer.events)
+        value_of, start = self.chain.problem.value_of, len(self.writer.events)
         for i in nodes:
             self.writer.run(i)
         held = frozenset().union(*self.held)
-        value_of, roles = problem.value_of, problem.graph.roles
-        done = dict.fromkeys(self.writer.events[start:])
-        self.writer.drop(i for i in done if roles[i] is not Role.BACKWARD and value_of.get(i) not in held)
+        done = set(self.writer.events[start:]).difference(self.writer.scheduler.own_backward)
+        self.writer.drop([i for i in done if value_of.get(i) not in held])

@@ -50,6 +50,7 @@ class Scheduler:
             i for i, c in enumerate(constraints.of) if c is not None and (c.is_free or _runs_once(c))
         )
         self.tangents = frozenset(i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
+        self.own_backward = frozenset(graph.backward_order)
         self.random = frozenset(i for i in range(len(graph.nodes)) if _is_random(graph, i))
         self.ranks = _ranks(graph)
         self.own_forward = self._in_order(_own_forward(graph))

@@ -146,6 +146,26 @@ class Simulator:
             self._write_what_reads_much(order, reads, written)
         return _Run(self, schedule, order, reads, written).simulate(ends)
 
+    def least_bytes(self) -> int:
+        """A bound below the peak of every schedule: what the largest op of forward works on."""
+        roles, places = self.graph.roles, self.places
+        allocating = [i for i, role in enumerate(roles) if role is Role.FORWARD and places[i] == OWN]
+        return max([self._working_bytes(i) for i in allocating], default=0)
+
+    def _working_bytes(self, i: int) -> int:
+        """What an op writes, and what it reads if it is a kernel of its own: a loop may write over its inputs."""
+        inputs = () if self.storages.is_fused[i] else self.graph.inputs[i]
+        held = {i, *(self._memory_of(j) for j in inputs)}
+        return sum(num_bytes for j in held if j is not None for num_bytes, _ in self.own[j])
+
+    def _memory_of(self, i: int) -> int | None:
+        """The node of forward that allocates what a node's result is in, if it is all of that."""
+        while self.places[i] == SHARED:
+            if self.storages.part[i] >= 0:
+                return None
+            i = self.storages.base[i]
+        return i if self.graph.roles[i] is Role.FORWARD and self.places[i] != NOWHERE else None
+
     def _reads(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], dict[int, bool]]:
         """Per moment, the moments at which what it reads was computed; what the step is given has none.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch.fx as fx
-from instances import Program
+from instances import Program, instance
 from remat.passes.blocks import find_blocks
 from remat.passes.budget import Planner
 from remat.passes.chain_planner import NO_TIME, Chain, ChainProgramme
@@ -210,3 +211,32 @@ def test_deep_models_take_hardly_more_cuts_and_simulations(monkeypatch: pytest.M
         num_cuts, num_steps = work_done(residual_blocks(num_blocks), monkeypatch)
         assert num_cuts <= 90
         assert num_steps <= 90
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_no_schedule_has_a_peak_below_the_bound_that_all_have(fuses: bool) -> None:
+    shares = []
+    for number in range(40):
+        problem = instance(number).problem
+        storages = find_storages(problem.graph, fuses=fuses)
+        simulator, rng = Simulator(problem.graph, storages), random.Random(number)
+        schedules = [
+            schedule_backward(problem.graph, problem.constraints, [i for i in problem.bases if rng.random() < share])
+            for share in (0.0, 0.1, 0.3, 0.5, 1.0)
+        ]
+        lowest = min(simulator.run(schedule).peak_bytes for schedule in schedules)
+        assert 0 < simulator.least_bytes() <= lowest
+        shares.append(simulator.least_bytes() / lowest)
+    assert max(shares) > 0.4  # a bound that says something
+
+
+def test_hopeless_budget_is_given_up_at_once_and_has_the_same_lowest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = residual_blocks(5)
+    storages = find_storages(problem.graph, fuses=False)
+    thorough, quick = Planner(problem, storages), Planner(problem, storages)
+    least = quick.simulator.least_bytes()
+    assert thorough.within(least - 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulator, "run", lambda *args: pytest.fail("simulates"))
+        assert quick.within_safely(least - 1) is None
+    assert quick.lowest.schedule.events == thorough.lowest.schedule.events
