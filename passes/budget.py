@@ -20,8 +20,8 @@ from .flow import FlowProblem
 from .improve import Improver
 from .joint_graph import Role
 from .ladder import Rung, ladder
-from .schedule import Schedule, roots, schedule_backward
-from .simulate import Simulation, simulate
+from .schedule import Schedule, Scheduler
+from .simulate import Simulation, Simulator
 from .source import source_line
 from .storage import Storages
 
@@ -99,6 +99,8 @@ class Planner:
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
         self.problem, self.storages = problem, storages
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
+        self.simulator = Simulator(problem.graph, storages)
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
         self._followers: dict[Script, Offer] = {}
@@ -110,7 +112,7 @@ class Planner:
         """The plain cut: the cheapest plan if memory costs nothing."""
         problem = self.problem
         saved = problem.saved(problem.cut())
-        return self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
+        return self._offer(self.scheduler.backward(saved), "cut")
 
     @cached_property
     def without_recompute(self) -> Offer:
@@ -118,7 +120,7 @@ class Planner:
         problem = self.problem
         kept = [v for v in problem.needed if problem.constraint(v).no_save is None]
         saved = problem.saved(problem.cut(0.0, kept))
-        return self._offer(schedule_backward(problem.graph, problem.constraints, saved), "keep all")
+        return self._offer(self.scheduler.backward(saved), "keep all")
 
     @cached_property
     def chain(self) -> Chain:
@@ -140,7 +142,7 @@ class Planner:
         """Per value, the last stage of backward that needs it or anything computed from it."""
         problem = self.problem
         last = [-1] * len(problem.bases)
-        for stage, root in enumerate(roots(problem.graph)):
+        for stage, root in enumerate(self.scheduler.roots):
             for i in problem.graph.inputs[root]:
                 if i in problem.value_of:
                     last[problem.value_of[i]] = stage
@@ -162,7 +164,10 @@ class Planner:
 
     def within_safely(self, budget_bytes: int) -> Offer | None:
         """The same with a margin for what the simulator cannot know of a compiler."""
-        return self.within(int((1 - self.margin) * budget_bytes))
+        bound = int((1 - self.margin) * budget_bytes)
+        # Where sizes are symbols, what is compared says at which other sizes a plan is the best one.
+        is_hopeless = bound < self.simulator.least_bytes() and not self.storages.sizes.symbols
+        return None if is_hopeless else self.within(bound)
 
     @property
     def margin(self) -> float:
@@ -228,7 +233,7 @@ class Planner:
 
     def _peak_stage(self, offer: Offer) -> int:
         simulation = offer.simulation
-        own = set(roots(self.problem.graph))
+        own = set(self.scheduler.roots)
         return sum(i in own for i in simulation.order[simulation.num_forward : simulation.peak_moment])
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
@@ -265,7 +270,7 @@ class Planner:
         if kept not in self._keepers:
             problem = self.problem
             saved = [problem.bases[v] for v in sorted(kept)]
-            self._keepers[kept] = self._offer(schedule_backward(problem.graph, problem.constraints, saved), "cut")
+            self._keepers[kept] = self._offer(self.scheduler.backward(saved), "cut")
         return self._keepers[kept]
 
     def _following(self, script: Script) -> Offer:
@@ -275,7 +280,7 @@ class Planner:
         return self._followers[script]
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
-        simulation = simulate(self.problem.graph, self.storages, schedule)
+        simulation = self.simulator.run(schedule)
         return Offer(schedule, simulation, extra_ticks(self.problem, schedule), planner)
 
 
@@ -296,13 +301,10 @@ def extra_ticks(problem: FlowProblem, schedule: Schedule) -> int:
     """What a schedule adds to the step: writing and reading what is kept, and running nodes again."""
     graph, costs = problem.graph, problem.costs
     kept = dict.fromkeys(problem.bases[problem.value_of[i]] for i in schedule.received if i in problem.value_of)
-    total = sum(costs.save_ticks[i] for i in kept)
-    seen: set[int] = set()
-    for i in schedule.events:
-        if graph.roles[i] is Role.FORWARD or i in seen:
-            total += costs.run_ticks[i]
-        seen.add(i)
-    return total
+    # What is not forward's runs for the first time in backward: that is no extra work.
+    first_runs = [i for i in set(schedule.events) if graph.roles[i] is not Role.FORWARD]
+    run_ticks = [sum(map(costs.run_ticks.__getitem__, nodes)) for nodes in (schedule.events, first_runs)]
+    return sum(costs.save_ticks[i] for i in kept) + run_ticks[0] - run_ticks[1]
 
 
 LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'

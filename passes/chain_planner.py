@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,8 @@ from .blocks import Block, find_blocks
 from .flow import FlowProblem
 from .joint_graph import Role
 from .ladder import keep_least, ladder
-from .schedule import Schedule, ScheduleWriter, schedule_backward
-from .simulate import Simulation, simulate
+from .schedule import Schedule, Scheduler
+from .simulate import Simulation, Simulator
 from .storage import Storages
 from .torch_private import without_modes
 
@@ -59,7 +60,8 @@ class Chain:
     """A graph as a chain of blocks with options."""
 
     def __init__(self, problem: FlowProblem, storages: Storages) -> None:
-        self.problem, self.storages = problem, storages
+        self.problem, self.simulator = problem, Simulator(problem.graph, storages)
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
         self.blocks = find_blocks(problem)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""
@@ -110,8 +112,8 @@ class Chain:
     def _measured(self, saved: Sequence[int]) -> list[Option]:
         """Simulate one choice for all blocks and read off what each of them takes."""
         problem = self.problem
-        schedule = schedule_backward(problem.graph, problem.constraints, [problem.bases[v] for v in saved])
-        simulation = simulate(problem.graph, self.storages, schedule)
+        schedule = self.scheduler.backward([problem.bases[v] for v in saved])
+        simulation = self.simulator.run(schedule)
         block_of = self._block_of_moments(schedule)
         outside = _bytes_of_earlier_blocks(simulation, block_of, self.num_blocks)
         forward, backward = [0] * self.num_blocks, [0] * self.num_blocks
@@ -159,13 +161,13 @@ def _bytes_of_earlier_blocks(simulation: Simulation, block_of: Sequence[int], nu
     ends = reached[::-1]
     """When backward has come as far as each block."""
     changes = [0] * (len(block_of) + 1)
-    for memory in simulation.memory:
-        if memory.first < simulation.num_forward:
-            k = block_of[memory.first]
-            first, end = max(memory.first, starts[k + 1]), min(memory.last + 1, ends[k])
+    for allocated, last, num_bytes in simulation.spans:
+        if allocated < simulation.num_forward:
+            k = block_of[allocated]
+            first, end = max(allocated, starts[k + 1]), min(last + 1, ends[k])
             if first < end:
-                changes[first] += memory.num_bytes
-                changes[end] -= memory.num_bytes
+                changes[first] += num_bytes
+                changes[end] -= num_bytes
     return list(accumulate(changes[:-1]))
 
 
@@ -192,6 +194,27 @@ class Skip:
     to: int
 
 
+class Way(NamedTuple):
+    """One way to do a stretch of blocks: do what is left of it with less memory, then part of it again."""
+
+    code: int
+    """The number of blocks that are skipped, or -1 less the option that is kept."""
+    rest: int
+    """The row of the table that tells how long the rest takes."""
+    kept_steps: int
+    """Memory that the rest does not have."""
+    again: int
+    """The row of what is done again afterwards."""
+    ticks: float
+    """What it takes beside these two."""
+    least_steps: int
+    """Memory without which it cannot be done."""
+
+
+NO_TIME = 0
+"""The row of the table for what is not there to be done."""
+
+
 class ChainProgramme:
     """The table of the dynamic programme for one size of memory."""
 
@@ -200,18 +223,40 @@ class ChainProgramme:
         self.step_bytes = max(1, -(-memory_bytes // GRID_STEPS))
         self.num_levels = GRID_STEPS + 1
         self.constant = chain.bytes_of(chain.always)
-        self.levels = torch.empty(0)
         self.new_bytes = self._new_bytes()
-        self.skip_bytes = self._skip_bytes()
+        self.new_steps = [[self._steps(num_bytes) for num_bytes in row] for row in self.new_bytes]
+        self.skip_steps = [[self._needs(num_bytes) for num_bytes in row] for row in self._skip_bytes()]
         self.forward_ticks = list(accumulate(chain.forward_ticks, initial=0.0))
-        self.ticks: list[torch.Tensor] = []
-        """By length of the stretch less one, then by its first block, then by memory: the time it takes."""
-        self.choices: list[list[list[int]]] = []
+        self.rows = self._rows()
+        self.first_top_row = 1 + max(row for rows in self.rows for row in rows)
+        self.choices: dict[int, list[int]] = {}
+        """By row of the table, then by memory: the code of the best way."""
         # A compiler that is tracing has modes on that would trace this arithmetic, too.
         with without_modes():
-            self.levels = torch.arange(self.num_levels, device=CPU)[None]
+            self.levels = torch.arange(self.num_levels, device=CPU)
+            shape = self.first_top_row + chain.num_blocks, 2 * self.num_levels
+            self.table = torch.full(shape, INFEASIBLE, dtype=torch.float64, device=CPU)
+            """Per row the time that something takes by memory; the first half is for less memory than none."""
+            self.table[NO_TIME] = 0.0
             self._fill()
-            self.top_ticks, self.top_choices = self._fill_top()
+            self._fill_top()
+            self.top_ticks: list[float] = self.table[self.first_top_row, self.num_levels :].tolist()
+
+    def _rows(self) -> list[list[int]]:
+        """The row of every stretch, by its length less one and its first block; equal ones share a row.
+
+        Two stretches are equal if the shorter ones at both ends are and as much crosses from end to end.
+        """
+        blocks = [
+            (ticks, *((o.saved_bytes, o.ticks, o.forward_bytes, o.backward_bytes) for o in options))
+            for ticks, options in zip(self.chain.forward_ticks, self.chain.options, strict=True)
+        ]
+        numbers: dict[object, int] = {None: NO_TIME}
+        rows = [[numbers.setdefault(block, len(numbers)) for block in blocks]]
+        for length in range(1, len(blocks)):
+            ends = [(*pair, self.new_bytes[i][i + length]) for i, pair in enumerate(pairwise(rows[-1]))]
+            rows.append([numbers.setdefault(end, len(numbers)) for end in ends])
+        return rows
 
     # ---------------------------------------------------------------------------------------------- memory
 
@@ -246,90 +291,69 @@ class ChainProgramme:
 
     def _fill(self) -> None:
         """Solve all stretches, short ones first."""
-        num_blocks = self.chain.num_blocks
-        alone = [options[-1] for options in self.chain.options]
-        base = torch.stack([self._from(self._needs(o.backward_bytes), o.ticks) for o in alone])
-        self.ticks.append(base)
-        self.choices.append([[-1] * self.num_levels] * num_blocks)
-        for length in range(1, num_blocks):
-            self._fill_length(length)
+        for length, rows in enumerate(self.rows):
+            firsts: dict[int, int] = {}
+            for i, row in enumerate(rows):
+                firsts.setdefault(row, i)
+            self._solve({row: self._ways(i, length) for row, i in firsts.items()})
 
-    def _fill_length(self, length: int) -> None:
-        """Solve all stretches of length + 1 blocks at once."""
-        num_starts = self.chain.num_blocks - length
-        best = torch.full((num_starts, self.num_levels), INFEASIBLE, dtype=torch.float64, device=CPU)
-        choice = torch.full((num_starts, self.num_levels), -1, dtype=torch.int32, device=CPU)
-        for o in range(max(len(options) for options in self.chain.options[:num_starts])):
-            self._offer(best, choice, self._keep_all(length, o), -1 - o)
-        for skipped in range(1, length + 1):
-            self._offer(best, choice, self._skip_all(length, skipped), skipped)
-        self.ticks.append(best)
-        self.choices.append(choice.tolist())
+    def _ways(self, i: int, length: int) -> list[Way]:
+        """All ways to do a stretch of length + 1 blocks."""
+        if not length:
+            alone = self.chain.options[i][-1]
+            return [Way(-1, NO_TIME, 0, NO_TIME, alone.ticks, self._needs(alone.backward_bytes))]
+        keeps = self._keeps(i, self.rows[length - 1][i + 1], self.chain.forward_ticks[i])
+        rests = [self.rows[length - skipped][i + skipped] for skipped in range(1, length + 1)]
+        runs = [self.forward_ticks[i + skipped] - self.forward_ticks[i] for skipped in range(1, length + 1)]
+        return keeps + self._skips(i, rests, runs)
 
-    def _keep_all(self, length: int, o: int) -> torch.Tensor:
-        """Time of every stretch if its first block keeps its o-th option."""
-        rows = range(self.chain.num_blocks - length)
-        options = [self.chain.options[i][min(o, len(self.chain.options[i]) - 1)] for i in rows]
-        kept = [self._steps(p.saved_bytes + self.new_bytes[i][i + 1]) for i, p in zip(rows, options, strict=True)]
-        rest = self._shifted(self.ticks[length - 1][1:], kept)
-        ticks = [self.chain.forward_ticks[i] + p.ticks for i, p in zip(rows, options, strict=True)]
-        least = [self._needs(max(p.forward_bytes, p.backward_bytes)) for p in options]
-        return self._limited(rest + torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None], least)
-
-    def _skip_all(self, length: int, skipped: int) -> torch.Tensor:
-        """Time of every stretch if its first `skipped` blocks keep nothing but what crosses after them."""
-        rows = range(self.chain.num_blocks - length)
-        kept = [self._steps(self.new_bytes[i][i + skipped]) for i in rows]
-        rest = self._shifted(self.ticks[length - skipped][skipped:], kept)
-        again = self.ticks[skipped - 1][: len(rows)]
-        ticks = [self.forward_ticks[i + skipped] - self.forward_ticks[i] for i in rows]
-        least = [self._needs(self.skip_bytes[i][i + skipped]) for i in rows]
-        return self._limited(rest + again + torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None], least)
-
-    def _fill_top(self) -> tuple[list[float], list[list[int]]]:
+    def _fill_top(self) -> None:
         """Solve the whole step: as above, but the first run of forward is not extra work."""
-        num_blocks = self.chain.num_blocks
-        ticks: list[torch.Tensor] = [torch.empty(0)] * num_blocks
-        choices: list[list[int]] = [[]] * num_blocks
+        num_blocks, top = self.chain.num_blocks, self.first_top_row
         for i in range(num_blocks - 1, -1, -1):
-            best = torch.full((1, self.num_levels), INFEASIBLE, dtype=torch.float64, device=CPU)
-            choice = torch.full((1, self.num_levels), -1, dtype=torch.int32, device=CPU)
-            for o, option in enumerate(self.chain.options[i]):
-                least = self._needs(max(option.forward_bytes, option.backward_bytes))
-                if i + 1 == num_blocks:
-                    offered = self._from(least, option.ticks)[None]
-                else:
-                    kept = self._steps(option.saved_bytes + self.new_bytes[i][i + 1])
-                    offered = self._limited(self._shifted(ticks[i + 1][None], [kept]) + option.ticks, [least])
-                self._offer(best, choice, offered, -1 - o)
-            for s in range(i + 1, num_blocks):
-                rest = self._shifted(ticks[s][None], [self._steps(self.new_bytes[i][s])])
-                offered = rest + self.ticks[s - 1 - i][i]
-                self._offer(best, choice, self._limited(offered, [self._needs(self.skip_bytes[i][s])]), s - i)
-            ticks[i], choices[i] = best[0], choice[0].tolist()
-        return ticks[0].tolist(), choices
+            rests = list(range(top + i + 1, top + num_blocks))
+            keeps = self._keeps(i, rests[0] if rests else NO_TIME, 0.0)
+            self._solve({top + i: keeps + self._skips(i, rests, [0.0] * len(rests))})
 
-    def _from(self, least: int, ticks: float) -> torch.Tensor:
-        """A row that takes `ticks` with at least so much memory."""
-        row = torch.full((self.num_levels,), INFEASIBLE, dtype=torch.float64, device=CPU)
-        row[least:] = ticks
-        return row
+    def _keeps(self, i: int, rest: int, run_ticks: float) -> list[Way]:
+        """Run a block and keep an option of it: one way per option."""
+        new_bytes = self.new_bytes[i][i + 1] if i + 1 < self.chain.num_blocks else 0
+        return [
+            Way(
+                code=-1 - o,
+                rest=rest,
+                kept_steps=self._steps(option.saved_bytes + new_bytes),
+                again=NO_TIME,
+                ticks=run_ticks + option.ticks,
+                least_steps=self._needs(max(option.forward_bytes, option.backward_bytes)),
+            )
+            for o, option in enumerate(self.chain.options[i])
+        ]
 
-    def _shifted(self, rows: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Each row as it looks to somebody who holds `steps` of the memory already."""
-        index = self.levels - torch.tensor(steps, device=CPU)[:, None]
-        return torch.where(index >= 0, rows.gather(1, index.clamp_min(0)), INFEASIBLE)
+    def _skips(self, i: int, rests: Sequence[int], run_ticks: Sequence[float]) -> list[Way]:
+        """Run the first blocks, keep nothing but what crosses after them, and do them again: one way per number."""
+        new, least, rows = self.new_steps[i], self.skip_steps[i], self.rows
+        return [
+            Way(skipped, rest, new[i + skipped], rows[skipped - 1][i], ticks, least[i + skipped])
+            for skipped, (rest, ticks) in enumerate(zip(rests, run_ticks, strict=True), start=1)
+        ]
 
-    def _limited(self, rows: torch.Tensor, least: Sequence[int]) -> torch.Tensor:
-        """Rows that need at least so much memory."""
-        enough = self.levels >= torch.tensor(least, device=CPU)[:, None]
-        return torch.where(enough, rows, INFEASIBLE)
-
-    @staticmethod
-    def _offer(best: torch.Tensor, choice: torch.Tensor, offered: torch.Tensor, code: int) -> None:
-        better = offered < best
-        torch.minimum(best, offered, out=best)
-        choice.masked_fill_(better, code)
+    def _solve(self, ways: dict[int, list[Way]]) -> None:
+        """Fill rows of the table with the best of several ways, by memory; of equally good ones the first is taken."""
+        width = max(len(row) for row in ways.values())
+        padded = [way for row in ways.values() for way in (*row, *[row[-1]] * (width - len(row)))]
+        codes, rests, kept, again, ticks, least = zip(*padded, strict=True)
+        starts = [(2 * rest + 1) * self.num_levels - steps for rest, steps in zip(rests, kept, strict=True)]
+        taken = self.table.flatten().take(_column(starts) + self.levels)
+        taken += self.table[_column(again).flatten(), self.num_levels :]
+        taken += torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None]
+        taken.masked_fill_(self.levels < _column(least), INFEASIBLE)
+        by_row = taken.view(len(ways), width, self.num_levels)
+        first = by_row.argmin(1, keepdim=True)
+        best = by_row.gather(1, first)[:, 0].clamp_max(INFEASIBLE)
+        self.table[_column(list(ways)).flatten(), self.num_levels :] = best
+        chosen = _column(codes).view(len(ways), width).gather(1, first[:, 0])
+        self.choices.update(zip(ways, chosen.masked_fill(best >= INFEASIBLE, -1).tolist(), strict=True))
 
     # ---------------------------------------------------------------------------------------------- plans
 
@@ -346,11 +370,11 @@ class ChainProgramme:
 
     def top_choice(self, i: int, level: int) -> Keep | Skip:
         """What to do with block i during the first run of forward."""
-        return self._decoded(self.top_choices[i][level], i)
+        return self._decoded(self.choices[self.first_top_row + i][level], i)
 
     def choice(self, i: int, j: int, level: int) -> Keep | Skip:
         """What to do with block i when i..j are run again."""
-        return self._decoded(self.choices[j - i][i][level], i)
+        return self._decoded(self.choices[self.rows[j - i][i]][level], i)
 
     def _decoded(self, code: int, i: int) -> Keep | Skip:
         if code < 0:
@@ -365,6 +389,10 @@ class ChainProgramme:
     def after_skip(self, i: int, to: int, level: int) -> int:
         """The level that is left for the rest when i is skipped to a later block."""
         return level - self._steps(self.new_bytes[i][to])
+
+
+def _column(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=CPU)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +467,7 @@ class _Writer:
     def __init__(self, chain: Chain, saved: Iterable[int]) -> None:
         problem = chain.problem
         legal = sorted(problem.bases[v] for v in saved if problem.constraint(v).no_save is None)
-        self.chain, self.writer = chain, ScheduleWriter(problem.graph, problem.constraints, legal)
+        self.chain, self.writer = chain, chain.scheduler.writer(legal)
         self.held: list[frozenset[int]] = []
         """Values that stretches in progress keep for later, innermost last."""
 
@@ -462,10 +490,9 @@ class _Writer:
 
     def _run(self, nodes: Iterable[int]) -> None:
         """Run nodes, then forget what was recomputed for them and nobody holds."""
-        problem, start = self.chain.problem, len(self.writer.events)
+        value_of, start = self.chain.problem.value_of, len(self.writer.events)
         for i in nodes:
             self.writer.run(i)
         held = frozenset().union(*self.held)
-        value_of, roles = problem.value_of, problem.graph.roles
-        done = dict.fromkeys(self.writer.events[start:])
-        self.writer.drop(i for i in done if roles[i] is not Role.BACKWARD and value_of.get(i) not in held)
+        done = set(self.writer.events[start:]).difference(self.writer.scheduler.own_backward)
+        self.writer.drop([i for i in done if value_of.get(i) not in held])

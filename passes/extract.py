@@ -83,13 +83,13 @@ def _forward_half(graph: JointGraph, schedule: Schedule) -> tuple[fx.Graph, dict
         return env[graph.resolve(node)]
 
     for i in forward_inputs(graph):
-        env[i] = forward.node_copy(graph.nodes[i], lookup)
+        env[i] = _copied_into(forward, graph.nodes[i], lookup)
     for i in schedule.forward:
         node = graph.nodes[i]
         if i in schedule.replayed:
             states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
         else:
-            env[i] = forward.node_copy(node, lookup)
+            env[i] = _copied_into(forward, node, lookup)
     return forward, env, states
 
 
@@ -235,7 +235,7 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
         if i in states:
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
         else:
-            new = backward.node_copy(node, lookup_to_write if op is not None and op.is_mutating else lookup)
+            new = _copied_into(backward, node, lookup_to_write if op is not None and op.is_mutating else lookup)
         if graph.roles[i] is not Role.BACKWARD:
             new.meta[COPY_TAG] = node.name
             new.meta[PARTITIONER_TAG] = "is_backward"
@@ -274,6 +274,22 @@ def _backward_inputs(
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     new: fx.Node = graph.placeholder(node.name)
     new.meta = dict(node.meta)
+    return new
+
+
+def _copied_into(graph: fx.Graph, node: fx.Node, lookup: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Copy a node as `fx.Graph.node_copy` does, in less than half the time: backward may have many times the nodes.
+
+    A node that is made with its arguments has them searched for symbols first, and one whose `meta` is replaced is
+    looked up and sorted in again.
+    """
+    args, kwargs = _arguments(node, lookup)
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    if args:
+        new.args = args
+    if kwargs:
+        new.kwargs = kwargs
+    new.meta.update(node.meta)
     return new
 
 

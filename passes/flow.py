@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import Costs
 from .errors import InfeasibleCut
 from .joint_graph import JointGraph
-from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Value, solve
+from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Network, Price, solve_network
 from .source import source_line
 
 PREFERENCE = 4
@@ -21,7 +22,30 @@ PREFERENCE = 4
 yields where the budget cannot be met otherwise, or only at several times the cost."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the prices of a value are made of; those of equal layers are equal."""
+
+    save_ticks: int
+    recompute_ticks: int
+    num_bytes: int
+    extra_ticks_per_byte: float
+    may_save: bool
+    may_recompute: bool
+    prefers: Reason | None
+
+    def prices(self, ticks_per_byte: float) -> tuple[Price, Price]:
+        """The prices of saving and of recomputing if every kept byte costs extra."""
+        save_ticks = self.save_ticks + round((ticks_per_byte + self.extra_ticks_per_byte) * self.num_bytes)
+        recompute_ticks = self.recompute_ticks
+        if self.prefers is Reason.POLICY_RECOMPUTE:
+            save_ticks += recompute_ticks
+        elif self.prefers is Reason.POLICY_SAVE:
+            recompute_ticks = PREFERENCE * recompute_ticks + save_ticks
+        return save_ticks if self.may_save else FORBIDDEN, recompute_ticks if self.may_recompute else FORBIDDEN
+
+
+@dataclass(frozen=True, eq=False)
 class FlowProblem:
     """The values of a graph; a value is known by its position here."""
 
@@ -84,10 +108,8 @@ class FlowProblem:
 
         `kept` values are there for nothing.
         """
-        kept, unpriced = frozenset(kept), frozenset(unpriced)
-        values = [self._value(v, 0.0 if v in unpriced else ticks_per_byte, v in kept) for v in range(len(self.bases))]
         try:
-            return solve(values)
+            return solve_network(self._network(ticks_per_byte, frozenset(kept), frozenset(unpriced)))
         except Contradiction as contradiction:
             raise InfeasibleCut(_explain(self, contradiction)) from None
 
@@ -97,31 +119,57 @@ class FlowProblem:
 
     def price_of(self, cut: Cut) -> int:
         """What a choice costs at the prices of this problem."""
+        network = self._network(0.0, frozenset(), frozenset())
         total = 0
-        for v, choice in enumerate(cut.choices):
-            value = self._value(v, 0.0, False)
-            price = value.save_price if choice is Choice.SAVE else value.recompute_price
+        for choice, save, again in zip(cut.choices, network.save_prices, network.recompute_prices, strict=True):
             if choice is not Choice.UNUSED:
+                price = save if choice is Choice.SAVE else again
                 assert price is not None
                 total += price
         return total
 
-    def _value(self, v: int, ticks_per_byte: float, is_kept: bool) -> Value:
-        i, constraint = self.bases[v], self.constraint(v)
-        if is_kept and constraint.no_save is None:
-            return Value(save_price=0, recompute_price=FORBIDDEN, inputs=self.inputs[v], needed=True)
-        ticks_per_byte += self.extra_ticks_per_byte.get(v, 0.0)
-        save_ticks = self.costs.save_ticks[i] + round(ticks_per_byte * self.costs.num_bytes[i])
-        recompute_ticks = self.costs.recompute_ticks[i]
-        if constraint.prefers is Reason.POLICY_RECOMPUTE:
-            save_ticks += recompute_ticks
-        elif constraint.prefers is Reason.POLICY_SAVE:
-            recompute_ticks = PREFERENCE * recompute_ticks + save_ticks
-        return Value(
-            save_price=FORBIDDEN if constraint.no_save else save_ticks,
-            recompute_price=FORBIDDEN if constraint.no_recompute else recompute_ticks,
-            inputs=self.inputs[v],
-            needed=v in self.needed,
+    def _network(self, ticks_per_byte: float, kept: frozenset[int], unpriced: frozenset[int]) -> Network:
+        kinds, kind_of = self._terms
+        there = [v for v in kept if kinds[kind_of[v]].may_save]
+        save_prices, recompute_prices = self._prices(ticks_per_byte)
+        usual = self._prices(0.0) if unpriced else ((), ())
+        for v in unpriced:
+            save_prices[v], recompute_prices[v] = usual[0][v], usual[1][v]
+        needed = self._is_needed
+        for v in there:
+            save_prices[v], recompute_prices[v] = 0, FORBIDDEN
+        if there:
+            needed = list(needed)
+            for v in there:
+                needed[v] = True
+        return Network(self.inputs, needed, save_prices, recompute_prices)
+
+    def _prices(self, ticks_per_byte: float) -> tuple[list[Price], list[Price]]:
+        kinds, kind_of = self._terms
+        save = [terms.prices(ticks_per_byte) for terms in kinds]
+        return [save[k][0] for k in kind_of], [save[k][1] for k in kind_of]
+
+    @cached_property
+    def _is_needed(self) -> list[bool]:
+        return [v in self.needed for v in range(len(self.bases))]
+
+    @cached_property
+    def _terms(self) -> tuple[list[Terms], list[int]]:
+        """The different terms that there are, and which of them each value has."""
+        found: dict[Terms, int] = {}
+        kind_of = [found.setdefault(self._terms_of(v), len(found)) for v in range(len(self.bases))]
+        return list(found), kind_of
+
+    def _terms_of(self, v: int) -> Terms:
+        i, constraint, costs = self.bases[v], self.constraint(v), self.costs
+        return Terms(
+            save_ticks=costs.save_ticks[i],
+            recompute_ticks=costs.recompute_ticks[i],
+            num_bytes=costs.num_bytes[i],
+            extra_ticks_per_byte=self.extra_ticks_per_byte.get(v, 0.0),
+            may_save=constraint.no_save is None,
+            may_recompute=constraint.no_recompute is None,
+            prefers=constraint.prefers,
         )
 
 

@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .flow import FlowProblem
 from .joint_graph import Role
-from .schedule import Schedule, ScheduleWriter, roots
+from .schedule import Schedule, Scheduler
 from .simulate import Simulation
 
 NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 120_000, 40_000
@@ -126,7 +126,8 @@ class Improver(Generic[J]):
 
     def __init__(self, problem: FlowProblem, judge: Callable[[Schedule], J]) -> None:
         self.problem, self.judge = problem, judge
-        self.roots = roots(problem.graph)
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
+        self.roots = self.scheduler.roots
         self.members: list[list[int]] = [[] for _ in problem.bases]
         for i, v in problem.value_of.items():
             self.members[v].append(i)
@@ -228,7 +229,7 @@ class Improver(Generic[J]):
 
     def write(self, candidate: Candidate) -> Schedule:
         """Turn a candidate into a schedule."""
-        bases, graph = self.problem.bases, self.problem.graph
+        bases = self.problem.bases
         saved: list[int] = []
         forgotten: dict[int, list[int]] = {}
         early: dict[int, list[int]] = {}
@@ -239,7 +240,7 @@ class Improver(Generic[J]):
                 forgotten.setdefault(stage, []).extend(self.members[v])
             else:
                 early.setdefault(stage, []).append(bases[v])
-        writer = ScheduleWriter(graph, self.problem.constraints, saved)
+        writer = self.scheduler.writer(saved)
         for stage, root in enumerate(self.roots):
             for i in sorted(early.get(stage, ())):
                 writer.run(i)

@@ -6,7 +6,7 @@ a forward-side position means "recompute it here", and the copy lives to its las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -34,25 +34,65 @@ class Schedule:
     """Values received as copies, because forward overwrites their memory."""
 
 
-def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Sequence[int]) -> Schedule:
+def schedule_backward(graph: JointGraph, constraints: Constraints, saved: Iterable[int]) -> Schedule:
     """Place every recomputation as late as its first reader allows, and keep its result to its last one."""
-    writer = ScheduleWriter(graph, constraints, saved)
-    for root in roots(graph):
-        writer.run(root)
-    return writer.finish()
+    return Scheduler(graph, constraints).backward(saved)
+
+
+class Scheduler:
+    """Makes schedules of one graph; what is the same in all of them is found once."""
+
+    def __init__(self, graph: JointGraph, constraints: Constraints) -> None:
+        self.graph, self.constraints = graph, constraints
+        self.roots = roots(graph)
+        # What may not run again comes from forward, planned or not; it is handed over only if somebody reads it.
+        self.given = frozenset(
+            i for i, c in enumerate(constraints.of) if c is not None and (c.is_free or _runs_once(c))
+        )
+        self.tangents = frozenset(i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
+        self.own_backward = frozenset(graph.backward_order)
+        self.random = frozenset(i for i in range(len(graph.nodes)) if _is_random(graph, i))
+        self.ranks = _ranks(graph)
+        self.own_forward = self._in_order(_own_forward(graph))
+        """What forward runs whatever backward receives."""
+
+    def backward(self, saved: Iterable[int]) -> Schedule:
+        """Place every recomputation as late as its first reader allows, and keep its result to its last one."""
+        writer = self.writer(saved)
+        for root in self.roots:
+            writer.run(root)
+        return writer.finish()
+
+    def writer(self, saved: Iterable[int]) -> ScheduleWriter:
+        """Begin a schedule of which forward hands some values over."""
+        return ScheduleWriter(self, saved)
+
+    def forward(self, received: Iterable[int], replayed: Iterable[int]) -> tuple[int, ...]:
+        """Forward's own nodes, plus what only backward needs but forward computes and saves."""
+        graph = self.graph
+        wanted: set[int] = set()
+        stack = [*received, *replayed]
+        while stack:
+            i = stack.pop()
+            if i not in wanted and graph.roles[i] in (Role.EITHER, Role.CONSTANT):
+                wanted.add(i)
+                stack.extend(graph.inputs[i])
+        added = wanted.difference(self.own_forward)
+        return self._in_order([*self.own_forward, *added]) if added else self.own_forward
+
+    def _in_order(self, wanted: Iterable[int]) -> tuple[int, ...]:
+        nodes = self.graph.nodes
+        return tuple(sorted([i for i in wanted if nodes[i].op != "placeholder"], key=self.ranks.__getitem__))
 
 
 class ScheduleWriter:
     """Writes backward's order node by node; what a node lacks is recomputed just before it."""
 
-    def __init__(self, graph: JointGraph, constraints: Constraints, saved: Iterable[int]) -> None:
-        self.graph, self.constraints = graph, constraints
-        # What may not run again comes from forward, planned or not; it is handed over only if somebody reads it.
-        given = (i for i, c in enumerate(constraints.of) if c is not None and (c.is_free or _runs_once(c)))
-        self.from_forward = {*saved, *given}
+    def __init__(self, scheduler: Scheduler, saved: Iterable[int]) -> None:
+        self.scheduler, self.graph = scheduler, scheduler.graph
+        self.from_forward = {*saved, *scheduler.given}
         """Values of which the latest version is forward's."""
-        tangents = (i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
-        self.available = {*self.from_forward, *tangents}
+        self.available = self.from_forward | scheduler.tangents
         self.events: list[int] = []
         self.received: set[int] = set()
         self.phases: list[int] = []
@@ -65,13 +105,11 @@ class ScheduleWriter:
             i = stack[-1]
             if i in available:
                 stack.pop()
-                continue
-            missing = [j for j in reversed(inputs[i]) if j not in available]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            self._write(i)
+            elif available.issuperset(inputs[i]):
+                stack.pop()
+                self._write(i)
+            else:
+                stack += [j for j in reversed(inputs[i]) if j not in available]
         if root in self.from_forward and self.graph.roles[root] in FORWARD_SIDE:
             self.received.add(root)
 
@@ -81,8 +119,11 @@ class ScheduleWriter:
         self.run(i)
 
     def _write(self, i: int) -> None:
-        self.received.update(j for j in self.graph.inputs[i] if j in self.from_forward)
-        self.from_forward.discard(i)
+        from_forward = self.from_forward
+        for j in self.graph.inputs[i]:
+            if j in from_forward:
+                self.received.add(j)
+        from_forward.discard(i)
         self.available.add(i)
         self.events.append(i)
 
@@ -95,15 +136,15 @@ class ScheduleWriter:
     def finish(self) -> Schedule:
         """Complete the schedule: what must forward run and hand over for this?"""
         events = tuple(self.events)
-        replayed = frozenset(i for i in events if _is_random(self.graph, i))
+        replayed = self.scheduler.random.intersection(events)
         received = tuple(sorted(self.received))
         return Schedule(
-            forward=_forward(self.graph, received, replayed),
+            forward=self.scheduler.forward(received, replayed),
             events=events,
             received=received,
             phases=tuple(self.phases),
             replayed=replayed,
-            copied=frozenset(self.received & self.constraints.saved_by_copy),
+            copied=frozenset(self.received & self.scheduler.constraints.saved_by_copy),
         )
 
 
@@ -130,26 +171,22 @@ def _is_random(graph: JointGraph, i: int) -> bool:
     return draws and preserves_rng_state(graph.nodes[i])
 
 
-def _forward(graph: JointGraph, received: Sequence[int], replayed: frozenset[int]) -> tuple[int, ...]:
-    """Forward's own nodes, plus what only backward needs but forward computes and saves."""
-    wanted = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
-    stack = [*received, *replayed]
-    while stack:
-        i = stack.pop()
-        if i not in wanted and graph.roles[i] in (Role.EITHER, Role.CONSTANT):
-            wanted.add(i)
-            stack.extend(graph.inputs[i])
-    for i in sorted(wanted):
-        wanted.update(j for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT)
-    wanted.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
-    return tuple(_as_early_as_possible(graph, sorted(i for i in wanted if graph.nodes[i].op != "placeholder")))
+def _own_forward(graph: JointGraph) -> set[int]:
+    """What computes forward's results, and the constants that it reads."""
+    own = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
+    own.update([j for i in own for j in graph.inputs[i] if graph.roles[j] is Role.CONSTANT])
+    own.update(graph.resolve(o) for o in graph.forward_outputs if isinstance(o, fx.Node))
+    return own
 
 
-def _as_early_as_possible(graph: JointGraph, order: Sequence[int]) -> list[int]:
-    """Move what is computed for backward alone to where its inputs are at hand: traced last, it would hold them."""
-    anchors: dict[int, int] = {}
-    for i in order:
-        op = graph.facts[i]
+def _ranks(graph: JointGraph) -> list[tuple[int, int]]:
+    """Where each node stands in forward's order.
+
+    What is computed for backward alone moves to where its inputs are at hand: traced last, it would hold them.
+    """
+    anchors: list[int] = []
+    for i, op in enumerate(graph.facts):
         moves = graph.roles[i] is Role.EITHER and op is not None and op.is_pure
-        anchors[i] = max((anchors[j] for j in graph.inputs[i] if j in anchors), default=i) if moves else i
-    return sorted(order, key=lambda i: (anchors[i], i))
+        computed = [anchors[j] for j in graph.inputs[i] if graph.nodes[j].op != "placeholder"] if moves else []
+        anchors.append(max(computed, default=i))
+    return [(anchor, i) for i, anchor in enumerate(anchors)]

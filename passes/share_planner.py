@@ -17,9 +17,9 @@ from functools import cached_property
 from .budget import Offer, Planner, extra_ticks
 from .flow import FlowProblem
 from .improve import NODES_SIMULATED, Candidate, Improver, Move, Touch
-from .schedule import Schedule, schedule_backward
+from .schedule import Schedule, Scheduler
 from .shares import Limits, SharePeak
-from .simulate import simulate
+from .simulate import Simulator
 from .storage import Storages
 
 FIRST_MULTIPLE, FACTOR, NUM_RAISES = 0.25, 4.0, 12
@@ -71,6 +71,8 @@ class _Searcher:
 
     def __init__(self, problem: FlowProblem, storages: Storages, limits: Limits, *, gives_up: bool) -> None:
         self.problem, self.storages, self.limits, self.gives_up = problem, storages, limits, gives_up
+        self.scheduler = Scheduler(problem.graph, problem.constraints)
+        self.simulator = Simulator(problem.graph, storages)
         self.lowest: list[tuple[int, Schedule] | None] = [None] * len(limits.num_bytes)
 
     def search(self) -> ShareSearch:
@@ -133,11 +135,11 @@ class _Searcher:
 
     def _cut(self, multiples: Sequence[float]) -> tuple[Schedule, tuple[SharePeak, ...]]:
         problem = self._priced(multiples)
-        schedule = schedule_backward(problem.graph, problem.constraints, problem.saved(problem.cut()))
+        schedule = self.scheduler.backward(problem.saved(problem.cut()))
         return schedule, self._peaks(schedule)
 
     def _peaks(self, schedule: Schedule) -> tuple[SharePeak, ...]:
-        peaks = self.limits.shares.peaks(simulate(self.problem.graph, self.storages, schedule))
+        peaks = self.limits.shares.peaks(self.simulator.run(schedule))
         for region, peak in enumerate(peaks):
             low = self.lowest[region]
             if low is None or peak.num_bytes < low[0]:

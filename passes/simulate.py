@@ -10,9 +10,10 @@ its result over an input that dies there, and both are guesses about a compiler,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.fx as fx
@@ -47,6 +48,16 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Allocations:
+    """Stretches of memory, field by field as in `Memory`, in order of allocation."""
+
+    num_bytes: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """What is alive when."""
 
@@ -56,15 +67,38 @@ class Simulation:
     """How many of them are forward's."""
     live_bytes: tuple[int, ...]
     """Per moment, the bytes alive while that node runs."""
-    memory: tuple[Memory, ...]
-    """Everything that was allocated and counts, in order of allocation."""
+    copies: tuple[Memory, ...]
+    """What is copied for backward, and alive all along."""
+    allocations: Allocations
+    """Everything else that was allocated."""
+    has_symbols: bool
+    """What is empty now need not be at other sizes."""
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """Everything that was allocated and counts, in order of allocation."""
+        order, allocated = self.order, self.allocations
+        rows = zip(allocated.num_bytes, allocated.first, allocated.last, allocated.sizes, strict=True)
+        counted = [
+            Memory(order[first], num_bytes, first, last, size)
+            for num_bytes, first, last, size in rows
+            if num_bytes or (self.has_symbols and size)
+        ]
+        return (*self.copies, *counted)
 
     @property
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """The first moment, the last one and the bytes of everything that was allocated."""
+        allocated = self.allocations
+        yield from ((copy.first, copy.last, copy.num_bytes) for copy in self.copies)
+        yield from zip(allocated.first, allocated.last, allocated.num_bytes, strict=True)
+
+    @cached_property
     def peak_bytes(self) -> int:
         """The activation peak."""
         return max(self.live_bytes, default=0)
 
-    @property
+    @cached_property
     def peak_moment(self) -> int:
         """When it is reached first."""
         return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
@@ -77,37 +111,115 @@ class Simulation:
 
 def simulate(graph: JointGraph, storages: Storages, schedule: Schedule) -> Simulation:
     """Find what is alive at every moment of a step."""
-    order = (*schedule.forward, *schedule.events)
-    reads = _reads(graph, order)
-    ends = _kept_to_the_end(graph, schedule, order)
-    has_memory = None
-    if any(storages.is_fused):
-        has_memory = _written_to_memory(storages, order, reads, ends, schedule)
-        _write_what_reads_much(graph, storages, order, reads, has_memory)
-    return _Run(graph, storages, schedule, order, reads, has_memory).simulate(ends)
+    return Simulator(graph, storages).run(schedule)
 
 
-def _reads(graph: JointGraph, order: Sequence[int]) -> list[list[int]]:
-    """Per moment, the moments at which what it reads was computed; what the step is given has none."""
-    current: dict[int, int] = {}
-    inputs = graph.inputs
-    reads = []
-    for moment, i in enumerate(order):
-        reads.append([current[j] for j in inputs[i] if j in current])
-        current[i] = moment
-    return reads
+OWN, SHARED, INLINED, NOWHERE = range(4)
+"""Where a node's result is: in memory of its own, in that of its first input, in its own only if it is written for a
+reader, or nowhere. Plain numbers, since they are compared for every node of every simulated step."""
 
 
-def _kept_to_the_end(graph: JointGraph, schedule: Schedule, order: Sequence[int]) -> dict[int, bool]:
-    """Moments whose results outlive the step; True for finished gradients, which do not count."""
-    last: dict[int, int] = {}
-    for moment, i in enumerate(order[: len(schedule.forward)]):
-        last[i] = moment
-    ends = {last[i]: False for i in _positions(graph, graph.forward_outputs) if i in last}
-    for moment, i in enumerate(schedule.events, start=len(schedule.forward)):
-        last[i] = moment
-    gradients = [last[i] for i in _positions(graph, graph.backward_outputs) if i in last]
-    return {**{moment: moment >= len(schedule.forward) for moment in gradients}, **ends}
+class Simulator:
+    """Simulates schedules of one graph; what does not depend on a schedule is looked up once."""
+
+    def __init__(self, graph: JointGraph, storages: Storages) -> None:
+        self.graph, self.storages = graph, storages
+        self.fuses = any(storages.is_fused)
+        self.places = [_place(storages, i, self.fuses) for i in range(len(graph.nodes))]
+        self.own = [
+            tuple(zip(num_bytes, sizes, strict=True))
+            for num_bytes, sizes in zip(storages.own_bytes, storages.own_sizes, strict=True)
+        ]
+        """Per node, bytes and sizes of what it allocates."""
+        self.workspace = {i: (pair,) for i, pair in storages.workspace.items()}
+        self.given = [tuple([-1 - j for j in inputs if graph.roles[j] is Role.INPUT]) for inputs in graph.inputs]
+        """Per node, the step's inputs that it reads, as negative numbers."""
+        self.forward_outputs = _positions(graph, graph.forward_outputs)
+        self.backward_outputs = _positions(graph, graph.backward_outputs)
+
+    def run(self, schedule: Schedule) -> Simulation:
+        """Find what is alive at every moment of a step."""
+        order = (*schedule.forward, *schedule.events)
+        reads, ends = self._reads(schedule)
+        written: list[bool] = []
+        if self.fuses:
+            written = _written_to_memory(self.storages, order, reads, ends, schedule)
+            self._write_what_reads_much(order, reads, written)
+        return _Run(self, schedule, order, reads, written).simulate(ends)
+
+    def least_bytes(self) -> int:
+        """A bound below the peak of every schedule: what the largest op of forward works on."""
+        roles, places = self.graph.roles, self.places
+        allocating = [i for i, role in enumerate(roles) if role is Role.FORWARD and places[i] == OWN]
+        return max([self._working_bytes(i) for i in allocating], default=0)
+
+    def _working_bytes(self, i: int) -> int:
+        """What an op writes, and what it reads if it is a kernel of its own: a loop may write over its inputs."""
+        inputs = () if self.storages.is_fused[i] else self.graph.inputs[i]
+        held = {i, *(self._memory_of(j) for j in inputs)}
+        return sum(num_bytes for j in held if j is not None for num_bytes, _ in self.own[j])
+
+    def _memory_of(self, i: int) -> int | None:
+        """The node of forward that allocates what a node's result is in, if it is all of that."""
+        while self.places[i] == SHARED:
+            if self.storages.part[i] >= 0:
+                return None
+            i = self.storages.base[i]
+        return i if self.graph.roles[i] is Role.FORWARD and self.places[i] != NOWHERE else None
+
+    def _reads(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], dict[int, bool]]:
+        """Per moment, the moments at which what it reads was computed; what the step is given has none.
+
+        And the moments whose results outlive the step; True for finished gradients, which do not count.
+        """
+        inputs, num_forward = self.graph.inputs, len(schedule.forward)
+        current = [-1] * len(inputs)
+        reads: list[tuple[int, ...]] = []
+
+        def run(order: Iterable[int]) -> None:
+            for i in order:
+                # The garbage collector soon forgets tuples of numbers; lists it would visit again and again.
+                sources = tuple([current[j] for j in inputs[i] if current[j] >= 0])
+                current[i] = len(reads)
+                reads.append(sources)
+
+        run(schedule.forward)
+        ends = {current[i]: False for i in self.forward_outputs if current[i] >= 0}
+        run(schedule.events)
+        gradients = [current[i] for i in self.backward_outputs if current[i] >= 0]
+        return reads, {**{moment: moment >= num_forward for moment in gradients}, **ends}
+
+    def _write_what_reads_much(
+        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: list[bool]
+    ) -> None:
+        """Mark also what would make its readers read too many buffers each, such as a long sum that several read."""
+        places, given, users = self.places, self.given, [0] * len(order)
+        for sources in reads:
+            for source in sources:
+                users[source] += 1
+        buffers: list[tuple[int, ...]] = []
+        """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
+        for moment, (i, sources) in enumerate(zip(order, reads, strict=True)):
+            place = places[i]
+            if place != SHARED and (place != INLINED or written[moment]):
+                buffers.append((moment,))
+                continue
+            if len(sources) == 1 and not given[i]:
+                read = buffers[sources[0]]
+            else:
+                read = tuple(set(given[i]).union(*[buffers[source] for source in sources]))
+            if len(read) > READS_IF_REUSED and place == INLINED and (users[moment] > 1 or len(read) > MOST_READS):
+                written[moment] = True
+                read = (moment,)
+            buffers.append(read)
+
+
+def _place(storages: Storages, i: int, fuses: bool) -> int:
+    if storages.base[i] >= 0:
+        return SHARED
+    if fuses and storages.is_deferred[i]:
+        return NOWHERE
+    return INLINED if fuses and storages.is_inlined[i] else OWN
 
 
 def _positions(graph: JointGraph, outputs: Sequence[object]) -> list[int]:
@@ -115,16 +227,21 @@ def _positions(graph: JointGraph, outputs: Sequence[object]) -> list[int]:
 
 
 def _written_to_memory(
-    storages: Storages, order: Sequence[int], reads: Sequence[list[int]], ends: dict[int, bool], schedule: Schedule
+    storages: Storages,
+    order: Sequence[int],
+    reads: Sequence[tuple[int, ...]],
+    ends: dict[int, bool],
+    schedule: Schedule,
 ) -> list[bool]:
     """Which results a compiler writes to memory: what leaves its graph, and what a kernel of its own reads."""
     num_forward = len(schedule.forward)
+    is_fused, base = storages.is_fused, storages.base
     written = [False] * len(order)
     for moment in ends:
         written[moment] = True
     for moment in range(len(order) - 1, -1, -1):
         i = order[moment]
-        if not storages.is_fused[i]:
+        if not is_fused[i]:
             for source in reads[moment]:
                 written[source] = True
             continue
@@ -132,28 +249,10 @@ def _written_to_memory(
             for source in reads[moment]:
                 if source < num_forward:
                     written[source] = True
-        if written[moment] and storages.base[i] >= 0:
+        if written[moment] and base[i] >= 0:
             for source in reads[moment][:1]:
                 written[source] = True
     return written
-
-
-def _write_what_reads_much(
-    graph: JointGraph, storages: Storages, order: Sequence[int], reads: Sequence[list[int]], written: list[bool]
-) -> None:
-    """Mark also what would make its readers read too many buffers each, such as a long sum that several ops read."""
-    users = Counter(source for sources in reads for source in dict.fromkeys(sources))
-    buffers: list[frozenset[int]] = []
-    """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
-    for moment, i in enumerate(order):
-        read = {moment}
-        if storages.base[i] >= 0 or (storages.is_inlined[i] and not written[moment]):
-            given = {-1 - j for j in graph.inputs[i] if graph.roles[j] is Role.INPUT}
-            read = given.union(*(buffers[source] for source in reads[moment]))
-            if len(read) > (READS_IF_REUSED if users[moment] > 1 else MOST_READS) and storages.base[i] < 0:
-                written[moment] = True
-                read = {moment}
-        buffers.append(frozenset(read))
 
 
 class _Run:
@@ -161,15 +260,14 @@ class _Run:
 
     def __init__(
         self,
-        graph: JointGraph,
-        storages: Storages,
+        simulator: Simulator,
         schedule: Schedule,
         order: tuple[int, ...],
-        reads: list[list[int]],
-        has_memory: list[bool] | None,
+        reads: list[tuple[int, ...]],
+        written: list[bool],
     ) -> None:
-        self.graph, self.storages, self.schedule = graph, storages, schedule
-        self.order, self.reads, self.has_memory = order, reads, has_memory
+        self.simulator, self.schedule = simulator, schedule
+        self.order, self.reads, self.written = order, reads, written
         self.held: list[tuple[int, ...]] = []
         """Per moment, the memory that its result keeps alive."""
         self.num_bytes: list[int] = []
@@ -179,51 +277,47 @@ class _Run:
 
     def simulate(self, ends: dict[int, bool]) -> Simulation:
         """Allocate and release, moment by moment."""
-        workspace = self.storages.workspace
-        for moment, i in enumerate(self.order):
-            for source in self.reads[moment]:
-                for memory in self.held[source]:
-                    self.last[memory] = moment
-            self.held.append(self._result(moment, i))
-            if i in workspace:
-                self._allocate(moment, *workspace[i])
+        places, part, held, last = self.simulator.places, self.simulator.storages.part, self.held, self.last
+        for moment, (i, sources) in enumerate(zip(self.order, self.reads, strict=True)):
+            for source in sources:
+                for memory in held[source]:
+                    last[memory] = moment
+            place = places[i]
+            if place == OWN or (place == INLINED and self.written[moment]):
+                held.append(self._allocated(moment, i))
+            elif place == SHARED and part[i] >= 0:
+                whole = held[sources[0]] if sources else ()
+                held.append(whole if len(whole) <= 1 else whole[part[i] : part[i] + 1])
+            elif place == SHARED or len(sources) == 1:
+                held.append(held[sources[0]] if sources else ())
+            else:
+                held.append(tuple(dict.fromkeys([m for source in sources for m in held[source]])))
         self._keep(ends)
         return self._simulation()
 
-    def _copies(self) -> list[Memory]:
+    def _allocated(self, moment: int, i: int) -> tuple[int, ...]:
+        """New memory for a node's result; what it takes only while it runs, nothing holds."""
+        own = self.simulator.own[i]
+        start = len(self.last)
+        for num_bytes, size in (*own, *self.simulator.workspace.get(i, ())):
+            self.num_bytes.append(num_bytes)
+            self.sizes.append(size)
+            self.first.append(moment)
+            self.last.append(moment)
+        return (start,) if len(own) == 1 else tuple(range(start, start + len(own)))
+
+    def _copies(self) -> tuple[Memory, ...]:
         """Copies of inputs and of generators' states that forward keeps: counted all along, small as they are."""
-        sizes, last = self.storages.sizes, len(self.order) - 1
+        storages, last = self.simulator.storages, len(self.order) - 1
+        sizes = storages.sizes
         found = []
-        for i in sorted(self.schedule.copied | self.storages.relaid.intersection(self.schedule.received)):
-            value = self.graph.nodes[i].meta.get("val")
+        for i in sorted(self.schedule.copied | storages.relaid.intersection(self.schedule.received)):
+            value = self.simulator.graph.nodes[i].meta.get("val")
             num_bytes = sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
             found.append(Memory(i, num_bytes, 0, last, size_of(value, sizes)))
         state = sizes.number_of(terms_of(GENERATOR_STATE_BYTES)) if sizes.symbols else GENERATOR_STATE_BYTES
         found += [Memory(i, GENERATOR_STATE_BYTES, 0, last, state) for i in sorted(self.schedule.replayed)]
-        return found
-
-    def _result(self, moment: int, i: int) -> tuple[int, ...]:
-        """The memory that a node's result is in; new memory is allocated."""
-        base = self.storages.base[i]
-        if base >= 0:
-            whole = self.held[self.reads[moment][0]] if self.reads[moment] else ()
-            part = self.storages.part[i]
-            return whole if part < 0 or len(whole) <= 1 else whole[part : part + 1]
-        if self.has_memory is not None and self._has_none(moment, i):
-            return tuple(dict.fromkeys(m for source in self.reads[moment] for m in self.held[source]))
-        own = zip(self.storages.own_bytes[i], self.storages.own_sizes[i], strict=True)
-        return tuple([self._allocate(moment, num_bytes, size) for num_bytes, size in own])
-
-    def _has_none(self, moment: int, i: int) -> bool:
-        assert self.has_memory is not None
-        return self.storages.is_deferred[i] or (self.storages.is_inlined[i] and not self.has_memory[moment])
-
-    def _allocate(self, moment: int, num_bytes: int, size: int) -> int:
-        self.num_bytes.append(num_bytes)
-        self.sizes.append(size)
-        self.first.append(moment)
-        self.last.append(moment)
-        return len(self.last) - 1
+        return tuple(found)
 
     def _keep(self, ends: dict[int, bool]) -> None:
         """What leaves the step lives to its end, except that gradients, computed in backward, are not counted."""
@@ -236,34 +330,33 @@ class _Run:
                     self.last[memory] = len(self.order) - 1
 
     def _simulation(self) -> Simulation:
-        if self.has_memory is not None:
+        if self.simulator.fuses:
             self._write_over_inputs()
         changes = [0] * (len(self.order) + 1)
         for num_bytes, first, last in zip(self.num_bytes, self.first, self.last, strict=True):
             changes[first] += num_bytes
             changes[last + 1] -= num_bytes
         copies = self._copies()
-        live, total = [], sum(copy.num_bytes for copy in copies)
-        for change in changes[:-1]:
-            total += change
-            live.append(total)
-        has_symbols = bool(self.storages.sizes.symbols)  # then what is empty now need not be at other sizes
-        memory = tuple(
-            Memory(self.order[first], num_bytes, first, last, size)
-            for num_bytes, first, last, size in zip(self.num_bytes, self.first, self.last, self.sizes, strict=True)
-            if num_bytes or (has_symbols and size)
+        changes[0] += sum(copy.num_bytes for copy in copies)
+        return Simulation(
+            order=self.order,
+            num_forward=len(self.schedule.forward),
+            live_bytes=tuple(accumulate(changes[:-1])),
+            copies=copies,
+            allocations=Allocations(self.num_bytes, self.first, self.last, self.sizes),
+            has_symbols=bool(self.simulator.storages.sizes.symbols),
         )
-        return Simulation(self.order, len(self.schedule.forward), tuple(live), (*copies, *memory))
 
     def _write_over_inputs(self) -> None:
         """A loop writes its result over an input of the same size that nobody reads later: that one ends before it."""
-        for memory, (num_bytes, moment) in enumerate(zip(self.num_bytes, self.first, strict=True)):
-            if not num_bytes or not self.storages.is_fused[self.order[moment]]:
+        is_fused, order, reads, held = self.simulator.storages.is_fused, self.order, self.reads, self.held
+        all_bytes, sizes, last = self.num_bytes, self.sizes, self.last
+        for memory, (num_bytes, moment) in enumerate(zip(all_bytes, self.first, strict=True)):
+            if not num_bytes or not is_fused[order[moment]]:
                 continue
-            for source in dict.fromkeys(m for s in self.reads[moment] for m in self.held[s]):
-                if self.last[source] != moment or source == memory:
-                    continue
+            for source in [m for s in reads[moment] for m in held[s]]:
                 # Of a compiler that does not know the sizes, only what is equal at all of them is written over.
-                if self.num_bytes[source] == num_bytes and self.sizes[source] == self.sizes[memory]:
-                    self.last[source] = moment - 1
+                is_equal = all_bytes[source] == num_bytes and sizes[source] == sizes[memory]
+                if is_equal and last[source] == moment and source != memory:
+                    last[source] = moment - 1
                     break

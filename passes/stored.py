@@ -15,7 +15,7 @@ from .expressions import is_true, to_sympy
 from .flow import FlowProblem
 from .joint_graph import JointGraph, describe_graph
 from .plan import Plan
-from .schedule import Schedule, ScheduleWriter
+from .schedule import Schedule, Scheduler
 from .symbols import Sizes
 
 
@@ -50,7 +50,7 @@ def schedule_from(plan: Plan, graph: JointGraph, constraints: Constraints) -> Sc
     if unknown:
         raise PlanMismatch(f"this plan is damaged: its order has `{unknown[0]}`, which its graph has not")
     saved = [position[d.value] for d in plan.saved if d.value in position]
-    writer = ScheduleWriter(graph, constraints, saved)
+    writer = Scheduler(graph, constraints).writer(saved)
     for name in plan.order:
         writer.run_again(position[name])
     for root in (graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)):

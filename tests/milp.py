@@ -24,7 +24,7 @@ import torch.fx as fx
 from remat.passes.budget import extra_ticks
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
-from remat.passes.schedule import Schedule, ScheduleWriter, roots, schedule_backward
+from remat.passes.schedule import Schedule, Scheduler, roots, schedule_backward
 from remat.passes.simulate import Simulation, simulate
 from remat.passes.storage import Storages
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -276,7 +276,7 @@ class Programme:
         for i, v in value_of.items():
             members[v].append(i)
         saved = [bases[v] for v in model.values if (1, v) in self.have and x[self.have[1, v]] > 0.5]
-        writer = ScheduleWriter(model.graph, model.problem.constraints, saved)
+        writer = Scheduler(model.graph, model.problem.constraints).writer(saved)
         for t, root in enumerate(model.roots, start=1):
             gone = [v for v in model.values if not ((t, v) in self.have and x[self.have[t, v]] > 0.5)]
             writer.drop(i for v in gone for i in members[v])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 import torch.fx as fx
-from instances import Program
+from instances import Program, instance
 from remat.passes.blocks import find_blocks
 from remat.passes.budget import Planner
+from remat.passes.chain_planner import NO_TIME, Chain, ChainProgramme
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
-from remat.passes.schedule import roots, schedule_backward
-from remat.passes.simulate import simulate
+from remat.passes.schedule import Scheduler, roots, schedule_backward
+from remat.passes.simulate import Simulator, simulate
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,3 +130,113 @@ def test_more_memory_never_makes_a_plan_slower() -> None:
     ticks = [offer.extra_ticks for offer in offers if offer is not None]
     assert len(ticks) == len(offers)
     assert ticks == sorted(ticks, reverse=True)
+
+
+class Unshared(ChainProgramme):
+    """The programme with a row for each stretch, equal to others or not."""
+
+    def _rows(self) -> list[list[int]]:
+        num_blocks, rows = self.chain.num_blocks, []
+        following = NO_TIME + 1
+        for length in range(num_blocks):
+            rows.append(list(range(following, following + num_blocks - length)))
+            following += num_blocks - length
+        return rows
+
+
+@pytest.mark.parametrize("problem", [residual_blocks(8), equal_layers(12)], ids=["residual", "layers"])
+@pytest.mark.parametrize("fraction", [0.7, 0.4, 0.2])
+def test_stretches_that_share_a_row_are_planned_as_each_would_be_alone(problem: FlowProblem, fraction: float) -> None:
+    storages = find_storages(problem.graph, fuses=False)
+    chain = Chain(problem, storages)
+    memory_bytes = int(fraction * Planner(problem, storages).without_recompute.peak_bytes)
+    shared, alone = ChainProgramme(chain, memory_bytes), Unshared(chain, memory_bytes)
+    assert shared.table.shape[0] < alone.table.shape[0]
+    assert shared.top_ticks == alone.top_ticks
+    for length, rows in enumerate(shared.rows):
+        for i, row in enumerate(rows):
+            assert shared.choices[row] == alone.choices[alone.rows[length][i]]
+    assert [shared.script(level) for level in shared.feasible_levels] == [
+        alone.script(level) for level in alone.feasible_levels
+    ]
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_one_scheduler_and_one_simulator_serve_any_number_of_schedules(fuses: bool) -> None:
+    problem = residual_blocks(5)
+    storages = find_storages(problem.graph, fuses=fuses)
+    scheduler, simulator = Scheduler(problem.graph, problem.constraints), Simulator(problem.graph, storages)
+    for step in (1, 2, 3, 5, 2, 1):
+        saved = problem.bases[::step]
+        schedule, alone = scheduler.backward(saved), schedule_backward(problem.graph, problem.constraints, saved)
+        assert (schedule.forward, schedule.events) == (alone.forward, alone.events)
+        assert (schedule.received, schedule.replayed) == (alone.received, alone.replayed)
+        assert simulator.run(schedule).live_bytes == simulate(problem.graph, storages, alone).live_bytes
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_live_bytes_are_those_of_the_memory_that_is_listed(fuses: bool) -> None:
+    problem = residual_blocks(5)
+    simulation = Planner(problem, find_storages(problem.graph, fuses=fuses)).lowest.simulation
+    for moment, live in enumerate(simulation.live_bytes):
+        assert live == sum(m.num_bytes for m in simulation.memory if m.first <= moment <= m.last)
+    listed = sorted((m.first, m.last, m.num_bytes) for m in simulation.memory)
+    assert listed == sorted(span for span in simulation.spans if span[2])
+
+
+def work_done(problem: FlowProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How many cuts are made and how many steps are simulated to plan for a third of the peak."""
+    counts = {"cuts": 0, "steps": 0}
+    cut, run = FlowProblem.cut, Simulator.run
+
+    def counted_cut(*args: Any, **kwargs: Any) -> Any:
+        counts["cuts"] += 1
+        return cut(*args, **kwargs)
+
+    def counted_run(*args: Any, **kwargs: Any) -> Any:
+        counts["steps"] += 1
+        return run(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlowProblem, "cut", counted_cut)
+        patch.setattr(Simulator, "run", counted_run)
+        planner = Planner(problem, find_storages(problem.graph, fuses=False))
+        assert planner.within(planner.without_recompute.peak_bytes // 3) is not None
+    return counts["cuts"], counts["steps"]
+
+
+def test_deep_models_take_hardly_more_cuts_and_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs time in proportion to the graph's size; what planning takes would be quadratic otherwise."""
+    for num_blocks in (40, 160):
+        num_cuts, num_steps = work_done(residual_blocks(num_blocks), monkeypatch)
+        assert num_cuts <= 90
+        assert num_steps <= 90
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_no_schedule_has_a_peak_below_the_bound_that_all_have(fuses: bool) -> None:
+    shares = []
+    for number in range(40):
+        problem = instance(number).problem
+        storages = find_storages(problem.graph, fuses=fuses)
+        simulator, rng = Simulator(problem.graph, storages), random.Random(number)
+        schedules = [
+            schedule_backward(problem.graph, problem.constraints, [i for i in problem.bases if rng.random() < share])
+            for share in (0.0, 0.1, 0.3, 0.5, 1.0)
+        ]
+        lowest = min(simulator.run(schedule).peak_bytes for schedule in schedules)
+        assert 0 < simulator.least_bytes() <= lowest
+        shares.append(simulator.least_bytes() / lowest)
+    assert max(shares) > 0.4  # a bound that says something
+
+
+def test_hopeless_budget_is_given_up_at_once_and_has_the_same_lowest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = residual_blocks(5)
+    storages = find_storages(problem.graph, fuses=False)
+    thorough, quick = Planner(problem, storages), Planner(problem, storages)
+    least = quick.simulator.least_bytes()
+    assert thorough.within(least - 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulator, "run", lambda *args: pytest.fail("simulates"))
+        assert quick.within_safely(least - 1) is None
+    assert quick.lowest.schedule.events == thorough.lowest.schedule.events

@@ -12,7 +12,7 @@ from joints import Joint, capture, named
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Callback
 from remat.passes.errors import VerificationError
-from remat.passes.extract import extract
+from remat.passes.extract import _copied_into, extract
 from remat.passes.fusion import COPY_TAG
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plan import Action, Plan
@@ -145,6 +145,29 @@ def test_decision_has_source_and_module() -> None:
     plan = split(capture(lambda x: model(x).sum(), tensor(2, 4)), RUINOUS).plan
     assert all(d.source.rsplit("/", 1)[-1].startswith("test_extract.py:") for d in plan.saved)
     assert {d.module for d in plan.saved if d.op.startswith("aten.tanh")} == {"1", "3"}
+
+
+def test_copies_are_those_that_fx_makes() -> None:
+    joint = capture(
+        lambda x, w: F.dropout(torch.cat([x @ w, x], dim=1), 0.5).sum(dim=[0, 1]), tensor(4, 8), tensor(8, 8)
+    )
+    ours, expected = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    for node in joint.module.graph.nodes:
+        if node.op == "output":
+            continue
+        copies[node] = (
+            _copied_into(ours, node, lambda n: copies[n][0]),
+            expected.node_copy(node, lambda n: copies[n][1]),
+        )
+    assert str(ours) == str(expected)
+    for copy, plain in copies.values():
+        assert (copy.name, copy.op, copy.target, copy.type, copy.meta) == (
+            plain.name, plain.op, plain.target, plain.type, plain.meta,
+        )  # fmt: skip
+        assert copy.meta is not plain.meta
+        assert [n.name for n in copy.users] == [n.name for n in plain.users]
+        assert ours.find_nodes(op=copy.op, target=copy.target) != []
 
 
 # -------------------------------------------------------------------------------------------------- the verifier

@@ -16,6 +16,7 @@ from remat.passes.min_cut import (
     default_solver,
     fits_scipy,
     solve,
+    solve_by_augmenting,
     solve_with_networkx,
     solve_with_scipy,
 )
@@ -104,15 +105,29 @@ def test_compiled_solver_gives_the_same_cut(seed: int) -> None:
     assert solve(values, solve_with_scipy) == by_networkx
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_own_solver_gives_the_same_cut(seed: int) -> None:
+    rng = random.Random(2000 + seed)
+    values = random_problem(rng, rng.randint(1, 300))
+    try:
+        by_networkx = solve(values, solve_with_networkx)
+    except Contradiction:
+        with pytest.raises(Contradiction):
+            solve(values, solve_by_augmenting)
+        return
+    assert solve(values, solve_by_augmenting) == by_networkx
+
+
 def test_compiled_solver_agrees_on_one_large_component() -> None:
     """A chain of values that only its end is needed of: nothing shrinks it."""
     rng = random.Random(3)
     values = [Value(rng.randint(50, 100), rng.randint(1, 49), (i - 1,) if i else (), needed=False) for i in range(2000)]
     values.append(Value(FORBIDDEN, 1, (1999, 1000, 17), needed=True))
     assert solve(values, solve_with_scipy) == solve(values, solve_with_networkx) == solve(values)
+    assert solve(values, solve_by_augmenting) == solve(values)
 
 
-def test_prices_too_large_for_scipy_are_left_to_networkx() -> None:
+def test_prices_too_large_for_scipy_are_left_to_solvers_that_take_them() -> None:
     large = [Value(2**40, 2**39, (i - 1,) if i else (), needed=i == 299) for i in range(300)]
     assert not fits_scipy(large)
     assert default_solver(large) == solve_with_networkx(large)
@@ -147,6 +162,24 @@ def test_equal_components_are_solved_once() -> None:
         values.append(Value(2, 1, (2 * block,), needed=True))
     solve(values, counting)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equal_components_get_the_answer_that_each_would_get_alone(seed: int) -> None:
+    """Several copies of two problems in one: what is remembered of one copy is right for the others."""
+    rng = random.Random(3000 + seed)
+    parts = [random_problem(rng, 12), random_problem(rng, 12)]
+    order = [rng.randrange(2) for _ in range(6)]
+    values = [
+        Value(v.save_price, v.recompute_price, tuple(12 * k + j for j in v.inputs), v.needed)
+        for k, part in enumerate(order)
+        for v in parts[part]
+    ]
+    try:
+        alone = [solve(part) for part in parts]
+    except Contradiction:
+        return
+    assert solve(values).choices == tuple(choice for part in order for choice in alone[part].choices)
 
 
 def test_contradiction_names_the_value_and_its_readers() -> None:
