@@ -140,7 +140,9 @@ class Improver(Generic[J]):
         """Look for schedules that fit a budget and are faster than those offered."""
         self.nodes_left = NODES_SIMULATED if self._is_small else NODES_SIMULATED_IF_LARGE
         ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
-        starts = [self.read(o.schedule) for o in ranked[:2]]
+        # What nearly fits often leads further; what fits leads somewhere for certain.
+        fitting = [o for o in ranked[2:] if o.peak_bytes <= budget_bytes and ranked[1].peak_bytes > budget_bytes]
+        starts = [self.read(o.schedule) for o in (*ranked[:2], *fitting[:1])]
         if self._is_small:
             starts.append(self._best_kept(offers, budget_bytes, self._keep_plainly, 3 * NODES_SIMULATED // 4))
             starts.append(self._best_kept(offers, budget_bytes, self._keep_only, NODES_SIMULATED // 2))

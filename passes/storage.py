@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ FUSED_KINDS = frozenset(
 
 INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.SLOW_REDUCTION}
 """Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
+
+SMALLEST_REDUCTION = 8
+"""Of fewer elements, a sum is written out term by term (`unroll_reductions_threshold` of inductor's configuration)."""
+
+_REDUCTIONS = frozenset(
+    {
+        torch.ops.aten.sum.dim_IntList,
+        torch.ops.aten.mean.dim,
+        torch.ops.aten.amax.default,
+        torch.ops.aten.amin.default,
+    }
+)
+"""Those whose second argument says over which dimensions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +84,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None)
     sizes = Sizes.find(graph.nodes) if sizes is None else sizes
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
     own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes) for i, (base, _) in enumerate(shared)])
-    kinds = [None if op is None or not fuses else op.kind for op in graph.facts]
+    kinds = [_kind(graph, i) if fuses else None for i in range(len(graph.nodes))]
     deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
     products = {graph.resolve(product) for product in deferred if product is not None}
     return Storages(
@@ -98,6 +112,29 @@ def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int
                 yield i, (num_bytes, num_bytes)
         elif terms := terms_of(num_bytes):
             yield i, (sizes.value_of_terms(terms), sizes.number_of(terms))
+
+
+def _kind(graph: JointGraph, i: int) -> Kind | None:
+    """What a compiler takes a node for."""
+    op, node = graph.facts[i], graph.nodes[i]
+    if node.target in _REDUCTIONS and _is_written_out(node):
+        return Kind.POINTWISE
+    return None if op is None else op.kind
+
+
+def _is_written_out(node: fx.Node) -> bool:
+    """True for a reduction over a few elements at a time, which a compiler takes for plain arithmetic."""
+    source, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+    value = tensor_of(source) if isinstance(source, fx.Node) else None
+    if value is None or not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    sizes: list[int | torch.SymInt] = [value.shape[dim] for dim in dims if isinstance(dim, int)]
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    num_elements = prod(int(size) for size in sizes)
+    result = tensor_of(node)
+    is_one = result is not None and all(isinstance(size, int) and size == 1 for size in result.shape)
+    return num_elements < SMALLEST_REDUCTION and not is_one
 
 
 def _relaid(graph: JointGraph) -> Iterator[int]:

@@ -65,6 +65,13 @@ class Model:
         self.outputs = self._forward_outputs()
         assert not any(v in self._useful_from(0) for v in self.outputs), "backward reads an output of forward"
         self.before, self.during = self._backward_bytes(storages)
+        ranks = Scheduler(self.graph, problem.constraints).ranks
+        in_order = sorted(self.values, key=lambda v: ranks[problem.bases[v]])
+        self._place_in_forward = {v: place for place, v in enumerate(in_order)}
+
+    def place(self, t: int, v: int) -> int:
+        """When a value is computed in a stage, if it is: forward has an order of its own."""
+        return v if t else self._place_in_forward[v]
 
     @property
     def num_stages(self) -> int:
@@ -204,7 +211,8 @@ class Programme:
                 self.rows.at_most(0, {self.run[t, w]: 1.0, **absent})
 
     def _readers(self, t: int, v: int) -> list[int]:
-        return [w for w in self.model.values if v in self.model.inputs[w] and (t, w) in self.run]
+        found = [w for w in self.model.values if v in self.model.inputs[w] and (t, w) in self.run]
+        return sorted(found, key=lambda w: self.model.place(t, w))
 
     def _add_free_first_runs(self) -> None:
         """What only backward needs is paid for from its second run in backward on."""
@@ -243,18 +251,19 @@ class Programme:
 
     def _alive(self, t: int, v: int, k: int, needed: list[tuple[int, int | None]]) -> tuple[int | None, int, int]:
         """Is v alive while k is computed: a variable, or surely (1) or surely not (0)."""
+        now = self.model.place(t, k)
         if v in self.model.outputs:
-            return None, v, int(t > 0 or v <= k)
-        if v > k:
+            return None, v, int(t > 0 or self.model.place(t, v) <= now)
+        if self.model.place(t, v) > now:
             return self.have.get((t, v)), v, 0
         if v == k:
             return self.run[t, v], v, 0
         if t > 0 and v in self.model.reads[t - 1]:
             return None, v, 1
-        return next((column for w, column in needed if w >= k), needed[-1][1]), v, 0
+        return next((column for place, column in needed if place >= now), needed[-1][1]), v, 0
 
     def _needed_from(self, t: int, v: int) -> list[tuple[int, int | None]]:
-        """For each reader w of v, and for the end of the stage: is v still needed when w is computed?"""
+        """For the place of each reader w of v, and for the end of the stage: is v still needed when w is computed?"""
         column = self.have.get((t + 1, v))
         chain: list[tuple[int, int | None]] = [(len(self.model.problem.bases), column)]
         for w in reversed(self._readers(t, v)):
@@ -262,7 +271,7 @@ class Programme:
             self.rows.at_most(0, {self.run[t, w]: 1.0, needed: -1.0})
             if column is not None:
                 self.rows.at_most(0, {column: 1.0, needed: -1.0})
-            chain.append((w, needed))
+            chain.append((self.model.place(t, w), needed))
             column = needed
         return chain[::-1]
 

@@ -223,9 +223,23 @@ def patches() -> tuple[Loss, list[nn.Parameter]]:
     return loss, [filters, scale, *(w for pair in weights for w in pair)]
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5])
-def test_predicted_peak_of_code_that_inductor_fuses_is_close(budget: float, plans: list[Plan]) -> None:
-    loss, parameters = patches()
+def shared_bias() -> tuple[Loss, list[nn.Parameter]]:
+    """Layers that add one bias to the products of two rows: its gradient is a sum of two terms per layer."""
+    x, table, weights = torch.ones(2, 128, 8), weight(128, 128), [weight(8, 8) for _ in range(4)]
+
+    def loss() -> torch.Tensor:
+        stream, bias = x, table.sin()
+        for w in weights:
+            scores = (stream @ w) @ stream.transpose(1, 2) + bias
+            stream = stream + scores.softmax(-1) @ stream
+        return stream.square().mean()
+
+    return loss, [table, *weights]
+
+
+@pytest.mark.parametrize(("program", "budget"), [(patches, 1.0), (patches, 0.5), (shared_bias, 0.55)])
+def test_predicted_peak_of_code_that_inductor_fuses_is_close(program: Any, budget: float, plans: list[Plan]) -> None:
+    loss, parameters = program()
     compiled = torch.compile(loss, backend="remat", options={"memory_budget": budget}, fullgraph=True)
     compiled().backward()
     peak = measure.activation_peak(compiled, parameters, counter="allocator").activation_bytes
