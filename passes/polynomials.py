@@ -106,10 +106,6 @@ def changes_of_sign(coefficients: Coefficients, low: int, high: int) -> Iterator
         return
     middle = (low + high) // 2
     yield from changes_of_sign(coefficients, low, middle)
-    if (
-        min(value_at(coefficients, middle), value_at(coefficients, middle + 1))
-        < 0
-        < max(value_at(coefficients, middle), value_at(coefficients, middle + 1))
-    ):
+    if value_at(coefficients, middle) * value_at(coefficients, middle + 1) <= 0:  # it may be zero at a whole number
         yield middle
     yield from changes_of_sign(coefficients, middle + 1, high)

@@ -69,6 +69,19 @@ def test_signs_change_where_said(number: int) -> None:
     assert ends == sorted(set(ends))
 
 
+@pytest.mark.parametrize("roots", [[48], [47], [3], [48, 49], [10, 48, 90], [20, 20, 21]])
+@pytest.mark.parametrize("high", [100, 1001, 2**40])
+def test_sign_that_changes_at_a_whole_number_is_noticed(roots: list[int], high: int) -> None:
+    polynomial: tuple[float, ...] = (1.0,)
+    for root in roots:
+        polynomial = tuple(a - root * b for a, b in zip((0.0, *polynomial), (*polynomial, 0.0), strict=True))
+    start = 2
+    for end in (*changes_of_sign(polynomial, 2, high), high):
+        values = [value_at(polynomial, n) for n in range(start, min(end, 200) + 1)]
+        assert not values or min(values) >= 0 or max(values) <= 0, (start, end)
+        start = end + 1
+
+
 # ------------------------------------------------------------------------------------------------- the plain cut
 
 
