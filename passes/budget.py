@@ -125,12 +125,12 @@ class Planner:
     @cached_property
     def chain(self) -> Chain:
         """The graph as a chain of blocks."""
-        return Chain(self.problem, self.storages)
+        return Chain(self.problem, self.scheduler, self.simulator)
 
     @cached_property
     def improver(self) -> Improver[Offer]:
         """A local search around offers."""
-        return Improver(self.problem, lambda schedule: self._offer(schedule, "search"))
+        return Improver(self.problem, self.scheduler, lambda schedule: self._offer(schedule, "search"))
 
     @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:

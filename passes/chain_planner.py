@@ -29,7 +29,6 @@ from .joint_graph import Role
 from .ladder import keep_least, ladder
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
-from .storage import Storages
 from .torch_private import without_modes
 
 GRID_STEPS = 400
@@ -59,9 +58,8 @@ class Option:
 class Chain:
     """A graph as a chain of blocks with options."""
 
-    def __init__(self, problem: FlowProblem, storages: Storages) -> None:
-        self.problem, self.simulator = problem, Simulator(problem.graph, storages)
-        self.scheduler = Scheduler(problem.graph, problem.constraints)
+    def __init__(self, problem: FlowProblem, scheduler: Scheduler, simulator: Simulator) -> None:
+        self.problem, self.scheduler, self.simulator = problem, scheduler, simulator
         self.blocks = find_blocks(problem)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""

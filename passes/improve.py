@@ -124,10 +124,9 @@ class Touch:
 class Improver(Generic[J]):
     """Searches around schedules of one graph."""
 
-    def __init__(self, problem: FlowProblem, judge: Callable[[Schedule], J]) -> None:
-        self.problem, self.judge = problem, judge
-        self.scheduler = Scheduler(problem.graph, problem.constraints)
-        self.roots = self.scheduler.roots
+    def __init__(self, problem: FlowProblem, scheduler: Scheduler, judge: Callable[[Schedule], J]) -> None:
+        self.problem, self.scheduler, self.judge = problem, scheduler, judge
+        self.roots = scheduler.roots
         self.members: list[list[int]] = [[] for _ in problem.bases]
         for i, v in problem.value_of.items():
             self.members[v].append(i)

@@ -51,7 +51,7 @@ class _RegionImprover(Improver[Offer]):
     """Anneals what one region does: the graph may be large, but what can be changed is not."""
 
     def __init__(self, planner: Planner, inside: Collection[int]) -> None:
-        super().__init__(planner.problem, planner.improver.judge)
+        super().__init__(planner.problem, planner.scheduler, planner.improver.judge)
         self.planner, self.inside = planner, inside
 
     def anneal(self, limit: int) -> Offer | None:

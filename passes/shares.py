@@ -62,7 +62,8 @@ class Shares:
             sizes if region in regions else (0,) * len(sizes)
             for sizes, regions in zip(storages.own_bytes, self.regions_at, strict=True)
         )
-        return replace(storages, own_bytes=own_bytes)
+        workspace = {i: taken for i, taken in storages.workspace.items() if region in self.regions_at[i]}
+        return replace(storages, own_bytes=own_bytes, workspace=workspace)
 
 
 def _running_sums(changes: dict[int, int]) -> list[tuple[int, int]]:

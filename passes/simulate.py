@@ -131,7 +131,9 @@ class Simulator:
             for num_bytes, sizes in zip(storages.own_bytes, storages.own_sizes, strict=True)
         ]
         """Per node, bytes and sizes of what it allocates."""
-        self.workspace = {i: (pair,) for i, pair in storages.workspace.items()}
+        space = storages.workspace
+        self.taken = [(*own, space[i]) if i in space else own for i, own in enumerate(self.own)]
+        """The same with what it takes only while it runs."""
         self.given = [tuple([-1 - j for j in inputs if graph.roles[j] is Role.INPUT]) for inputs in graph.inputs]
         """Per node, the step's inputs that it reads, as negative numbers."""
         self.forward_outputs = _positions(graph, graph.forward_outputs)
@@ -299,7 +301,7 @@ class _Run:
         """New memory for a node's result; what it takes only while it runs, nothing holds."""
         own = self.simulator.own[i]
         start = len(self.last)
-        for num_bytes, size in (*own, *self.simulator.workspace.get(i, ())):
+        for num_bytes, size in self.simulator.taken[i]:
             self.num_bytes.append(num_bytes)
             self.sizes.append(size)
             self.first.append(moment)

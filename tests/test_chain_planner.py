@@ -10,7 +10,7 @@ import torch.fx as fx
 from instances import Program, instance
 from remat.passes.blocks import find_blocks
 from remat.passes.budget import Planner
-from remat.passes.chain_planner import NO_TIME, Chain, ChainProgramme
+from remat.passes.chain_planner import NO_TIME, ChainProgramme
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
 from remat.passes.schedule import Scheduler, roots, schedule_backward
@@ -148,8 +148,8 @@ class Unshared(ChainProgramme):
 @pytest.mark.parametrize("fraction", [0.7, 0.4, 0.2])
 def test_stretches_that_share_a_row_are_planned_as_each_would_be_alone(problem: FlowProblem, fraction: float) -> None:
     storages = find_storages(problem.graph, fuses=False)
-    chain = Chain(problem, storages)
-    memory_bytes = int(fraction * Planner(problem, storages).without_recompute.peak_bytes)
+    planner = Planner(problem, storages)
+    chain, memory_bytes = planner.chain, int(fraction * planner.without_recompute.peak_bytes)
     shared, alone = ChainProgramme(chain, memory_bytes), Unshared(chain, memory_bytes)
     assert shared.table.shape[0] < alone.table.shape[0]
     assert shared.top_ticks == alone.top_ticks

@@ -405,6 +405,30 @@ class TestNesting:
         assert torch.equal(found, torch.autograd.grad(plain_function(x).sum(), x)[0])
 
 
+class ByOpAlone:
+    """A policy of somebody's that has an answer per op, and no place for an engine to remember it."""
+
+    def answer_for(self, op):
+        return MUST_SAVE
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        return self.answer_for(op)
+
+
+def test_what_one_policy_answers_is_no_answer_of_another(x):
+    asked = []
+
+    def recompute(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return PREFER_RECOMPUTE
+
+    checkpoint_region(chain, policy=ByOpAlone())(x).sum().backward()
+    with OpCounter() as counter:
+        checkpoint_region(chain, policy=recompute)(x).sum().backward()
+    assert aten.mm.default in asked
+    assert counter["sin.default"] == 2
+
+
 def test_a_random_op_saved_inside_does_not_shift_those_after_the_inner_region(x):
     inner = checkpoint_region(policy=save_all)(lambda x: (x * torch.rand_like(x)).sin())
     outer = checkpoint_region(lambda x: (inner(x) * torch.rand_like(x)).exp())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 
@@ -89,25 +90,35 @@ def test_a_forward_that_raises_does_not_count_as_running_for_ever():
     assert not swap._num_forwards
 
 
-def test_a_buffer_that_is_replaced_while_another_thread_is_in_forward_is_refused():
-    """The other thread must not find what a recomputation would put there."""
-    model, in_forward, may_end = Renewing(), threading.Event(), threading.Event()
-    out = plain(model, torch.ones(4, requires_grad=True))
+@contextlib.contextmanager
+def another_thread_in_forward(model, region):
+    """Run a block while a thread has begun a region over a model, and not come to the model yet."""
+    in_forward, may_end = threading.Event(), threading.Event()
 
     def waiting(x):
         in_forward.set()
         may_end.wait()
         return model(x)
 
-    thread = threading.Thread(target=lambda: plain(waiting, torch.ones(4, requires_grad=True)))
+    thread = threading.Thread(target=lambda: region(waiting, torch.ones(4, requires_grad=True)))
     thread.start()
     in_forward.wait()
     try:
-        with pytest.raises(compat.CheckpointError, match="`num_calls` of a Renewing was replaced"):
-            out.sum().backward()
+        yield
     finally:
         may_end.set()
         thread.join()
+
+
+def test_a_buffer_that_is_replaced_while_another_thread_is_in_forward_is_refused():
+    """The other thread must not find what a recomputation would put there."""
+    model = Renewing()
+    out = plain(model, torch.ones(4, requires_grad=True))
+    with (
+        another_thread_in_forward(model, plain),
+        pytest.raises(compat.CheckpointError, match="`num_calls` of a Renewing was replaced"),
+    ):
+        out.sum().backward()
     assert model.num_calls == 2
 
 
@@ -142,23 +153,10 @@ def test_a_region_may_change_a_buffer_while_another_thread_is_in_forward(change)
     """Whole or in part: the recomputation then works on copies that no module has."""
 
     def gradient_and_counts(region):
-        model, in_forward, may_end = Counting(change), threading.Event(), threading.Event()
-        x = torch.linspace(0, 1, 4, requires_grad=True)
+        model, x = Counting(change), torch.linspace(0, 1, 4, requires_grad=True)
         out = region(model, x)
-
-        def waiting(x):
-            in_forward.set()
-            may_end.wait()
-            return model(x)
-
-        thread = threading.Thread(target=lambda: region(waiting, torch.ones(4, requires_grad=True)))
-        thread.start()
-        in_forward.wait()
-        try:
+        with another_thread_in_forward(model, region):
             out.sum().backward()
-        finally:
-            may_end.set()
-            thread.join()
         return x.grad, model.counts
 
     expected = gradient_and_counts(lambda function, x: function(x))

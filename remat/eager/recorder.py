@@ -58,7 +58,6 @@ _RECOMPUTES, _OFFLOADS = tuple(RECOMPUTES), tuple(OFFLOADS)
 
 
 _UNBOUND = LooseSink()  # nothing is kept there
-_NOTHING_KNOWN: dict[int, bool] = {}  # stays empty
 _TAGS = ("ac_graph_id", "recompute")  # what the nodes of a trace are given
 
 
@@ -82,7 +81,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         self.policy = policy
         self.on_mutation = on_mutation
         # Ops that need no care of ours, under a policy that answers by name alone: whether they are saved.
-        self._known: dict[int, bool] = getattr(policy, "known", _NOTHING_KNOWN)
+        known: dict[int, bool] | None = getattr(policy, "known", None)
+        self._known = {} if known is None else known  # what is learnt about one policy holds for no other
         self._answer_for: Callable[[Any], CheckpointPolicy] | None = getattr(policy, "answer_for", None)
 
     def bind(self, sink: Sink) -> Recorder:
