@@ -426,7 +426,7 @@ def test_what_one_policy_answers_is_no_answer_of_another(x):
     with OpCounter() as counter:
         checkpoint_region(chain, policy=recompute)(x).sum().backward()
     assert aten.mm.default in asked
-    assert counter["sin.default"] == 2
+    assert counter["sin.default"] == 3, "in forward, again, and in the formula for the gradient of cos"
 
 
 def test_a_random_op_saved_inside_does_not_shift_those_after_the_inner_region(x):
