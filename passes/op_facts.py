@@ -91,7 +91,7 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(word if "::" in word else f"aten::{word}" for word in words.split())
 
 
-_MATMULS = _names(
+MATMULS = _names(
     """
     mm bmm addmm baddbmm addbmm addmv mv dot vdot _scaled_mm _int_mm _addmm_activation matmul linear convolution
     _convolution convolution_backward mkldnn_convolution _scaled_dot_product_flash_attention
@@ -222,7 +222,7 @@ def _drops_nothing(op: OpOverload[..., Any], args: Sequence[Any], kwargs: Mappin
 
 def is_matmul(op: Any) -> bool:
     """True for products of matrices, convolutions and attention, also where they draw random numbers."""
-    return isinstance(op, OpOverload) and op._schema.name in _MATMULS
+    return isinstance(op, OpOverload) and op._schema.name in MATMULS
 
 
 def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
@@ -256,7 +256,7 @@ def _kind_of(op: OpOverload[..., Any], name: str) -> Kind:
     if f"{name}.{op._overloadname}" in _POINTWISE_OVERLOADS:
         return Kind.POINTWISE
     for names, kind in (
-        (_MATMULS, Kind.MATMUL),
+        (MATMULS, Kind.MATMUL),
         (_REDUCTIONS, Kind.REDUCTION),
         (_SLOW_REDUCTIONS, Kind.SLOW_REDUCTION),
         (_TRANSCENDENTALS, Kind.TRANSCENDENTAL),

@@ -33,9 +33,10 @@ from torch.utils.flop_counter import flop_registry
 from remat.passes.errors import OptionError
 from remat.passes.module_path import current_module_path, ends_match
 from remat.passes.name_op import name_op
-from remat.passes.op_facts import facts_of, is_matmul
+from remat.passes.op_facts import MATMULS, facts_of, is_matmul
 from remat.passes.policy import (
     CheckpointPolicy,
+    KnownAnswers,
     Policy,
     PolicyFunction,
     SaveOps,
@@ -71,7 +72,15 @@ __all__ = [
 _MUST_SAVE, _PREFER_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 # Costly by the arithmetic in them, but no products of matrices.
 _NOT_MATMULS = frozenset({"aten::_cdist_forward", "aten::grid_sampler_2d"})
-_known_by_op: dict[str, dict[int, bool]] = {}
+_known_by_op: dict[str, KnownAnswers] = {}
+
+
+def _known_answers(kind: str) -> KnownAnswers:
+    """Return one table for all policies that say the same."""
+    found = _known_by_op.get(kind)
+    if found is None:
+        found = _known_by_op[kind] = KnownAnswers()
+    return found
 
 
 class _ReadyMade:
@@ -100,9 +109,14 @@ class _ByOp(_ReadyMade):
     __slots__ = ()
 
     @property
-    def known(self) -> dict[int, bool]:
-        """By identity of an op that needs no care of the engine's: whether it is saved. Filled by the engine."""
-        return _known_by_op.setdefault(type(self).__name__, {})
+    def known(self) -> KnownAnswers:
+        """Filled by the engine."""
+        return _known_answers(type(self).__name__)
+
+    @property
+    def saved_names(self) -> frozenset[str] | None:
+        """The names of the ops that it saves, every overload of each; None where these are most ops."""
+        return None
 
     def answer_for(self, op: Any) -> CheckpointPolicy:
         """Answer from the op alone."""
@@ -126,6 +140,10 @@ class _RecomputeAll(_ByOp):
     def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
         return _PREFER_RECOMPUTE
 
+    @property
+    def saved_names(self) -> frozenset[str] | None:
+        return frozenset()
+
     def __repr__(self) -> str:
         return "recompute_all()"
 
@@ -134,6 +152,10 @@ class _RecomputeAll(_ByOp):
 class _SaveMatmuls(_ByOp):
     def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
         return _MUST_SAVE if is_matmul(op) and op._schema.name not in _NOT_MATMULS else None
+
+    @property
+    def saved_names(self) -> frozenset[str] | None:
+        return MATMULS - _NOT_MATMULS
 
     def __repr__(self) -> str:
         return "save_matmuls()"
@@ -217,9 +239,9 @@ class _ByName(_ReadyMade):
         return True
 
     @property
-    def known(self) -> dict[int, bool]:
-        """By identity of an op that needs no care of the engine's: whether it is saved. Filled by the engine."""
-        return _known_by_op.setdefault(f"unnamed: {self.otherwise}", {})
+    def known(self) -> KnownAnswers:
+        """Filled by the engine, for values without a name."""
+        return _known_answers(f"unnamed: {self.otherwise}")
 
     def answer_for(self, op: Any) -> CheckpointPolicy:  # noqa: ARG002
         """Answer for an op that names nothing."""

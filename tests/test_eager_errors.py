@@ -34,6 +34,10 @@ def backward_of(function, x=None, **options):
     plain(function, torch.ones(1, requires_grad=True) if x is None else x, **options).sum().backward()
 
 
+def saves_matmuls(ctx, op, *args, **kwargs):
+    return op is torch.ops.aten.mm.default
+
+
 class TestDivergence:
     def test_fewer_saved_tensors(self):
         with pytest.raises(CheckpointError, match="A different number of tensors was saved") as error:
@@ -97,7 +101,7 @@ class TestDivergence:
                 return x.sin().exp() if is_recomputing() else x.sin()
 
         model = nn.Sequential(Head())
-        region = checkpoint_region(name="head", policy=[torch.ops.aten.mm.default], early_stop=False)
+        region = checkpoint_region(name="head", policy=saves_matmuls, early_stop=False)
         out = region(model.__call__)(torch.ones(1, requires_grad=True))
         with pytest.raises(CheckpointError, match=r"the forward of region head ran it 0 time.* in module 0\."):
             out.backward()
@@ -147,9 +151,15 @@ class TestDivergence:
             backward_of(function, torch.randn(2, 3, requires_grad=True))
 
     def test_a_selective_region_names_the_op_and_the_line(self):
-        region = checkpoint_region(policy=[torch.ops.aten.mm.default], early_stop=False)
+        region = checkpoint_region(policy=saves_matmuls, early_stop=False)
         out = region(first_then(lambda x: x.sin(), lambda x: x.sin().exp()))(torch.ones(1, requires_grad=True))
         with pytest.raises(CheckpointError, match=r"aten.exp.default encountered .* but not found in storage"):
+            out.backward()
+
+    def test_a_selective_region_whose_policy_is_a_list_names_what_was_saved_and_the_line(self):
+        region = checkpoint_region(policy=[torch.ops.aten.mm.default], early_stop=False)
+        out = region(first_then(lambda x: x.sin(), lambda x: x.sin().exp()))(torch.ones(1, requires_grad=True))
+        with pytest.raises(CheckpointError, match=r"(?s)First tensor too many, .* `x\.sin\(\)\.exp\(\)`"):
             out.backward()
 
     def test_a_selective_region_counts_repeated_ops(self):

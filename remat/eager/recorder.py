@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from remat.eager.frames import Frame
-from remat.eager.hooks import is_called_by_fsdp, is_fsdp_loaded
+from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.makers import Made, Makers
 from remat.eager.memory import storage_id
+from remat.eager.op_watch import handled_by
 from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.rng import OpRngState
 from remat.eager.saved import (
@@ -45,8 +46,7 @@ from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
-    pop_mode,
-    push_mode,
+    set_unwatched,
     traced_nodes_since,
     traced_nodes_so_far,
     tree_leaves,
@@ -76,7 +76,8 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     _views: dict[int, list[OpKey]] | None = None  # saved ones, by the memory that they show
 
     def __init__(self, policy: PolicyFunction, on_mutation: OnMutation) -> None:
-        self.has_fsdp = is_fsdp_loaded()
+        self.has_fsdp = has_fsdp = may_be_sharded()
+        self.may_keep_itself = not has_fsdp  # whose ops are looked at more closely
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
@@ -95,6 +96,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if store is None:
             store = sink.store = Store()
         self._store, self._counts = store, store.counts
+        store.handled = handled_by(self.policy) if type(sink) is Frame else None
         # Who made which value matters only to policies that speak of names, as any function may.
         self._makers = Makers() if getattr(self.policy, "reads_names", True) else None
         return self
@@ -116,11 +118,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
             self._tags_before = {name: fx_current_meta().get(name) for name in _TAGS}
-        self._flags = push_mode(self)
+        assert self._store is not None
+        self.enter_for(self._store.handled)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pop_mode(self._flags)
+        self.leave()
         if self._tags_before is not None:
             _put_back_tags(self._tags_before)
             self._tags_before = None
@@ -161,6 +164,19 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             return self._dispatch_traced(func, args, kwargs or {})
         return self._dispatch(func, args, kwargs)
+
+    def run_and_keep(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op from above autograd, and keep its result."""
+        set_unwatched(True)
+        try:
+            out = op._op(*args, **kwargs)
+        finally:
+            set_unwatched(False)
+        key = id(op)
+        number = self._counts[key]
+        self._counts[key] = number + 1
+        self._add((key, number), Entry(out, self.on_mutation), out)
+        return out
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = op_facts(func)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import local
-from remat.eager.hooks import is_called_by_fsdp, is_fsdp_loaded
+from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
 from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
-from remat.passes.torch_private import push_mode
 
 _CAST = id(CAST)
+_NO_LIMITS: dict[Any, int] = {}
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
@@ -28,9 +29,15 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(store if store is not None else Store())
 
     def _use(self, store: Store) -> None:
-        self.has_fsdp = is_fsdp_loaded()
+        self.has_fsdp = may_be_sharded()
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
+        self._kept: Collection[Any] = ()
+        self._limits: dict[Any, int] = _NO_LIMITS
+
+    def _count_all(self) -> None:
+        """Prepare for being called for every op."""
+        store = self._store
         # Ops of which nothing was kept need only be counted; casts of weights are not even that.
         self._kept = kept = store.kept
         self._limits = limits = store.counts.copy()
@@ -45,8 +52,13 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        self._flags = push_mode(self)
+        self.enter_for(self._store.handled)
+        if self.watched is None:
+            self._count_all()
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
 
     def _prefetch(self) -> None:
         for reference in self._store.entries.values():
@@ -67,6 +79,9 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             if key in self._kept:
                 return self._answer(func, key, args, kwargs)
         if self.num_suspensions or func in SAC_IGNORED_OPS or is_cached_cast(func, args):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        handled = self._store.handled
+        if handled is not None and func not in handled:  # nor was it counted
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._answer(func, op_key(func, args), args, kwargs)
 

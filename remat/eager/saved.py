@@ -17,6 +17,7 @@ import torch
 from remat.eager.errors import CheckpointError
 from remat.eager.memory import storage_id
 from remat.eager.offload import Away, offload
+from remat.eager.op_watch import Handled
 from remat.eager.ops import OpFacts
 from remat.eager.rng import OpRngState
 from remat.eager.state import version_of
@@ -128,6 +129,7 @@ class Store:
         "children",
         "counts",
         "entries",
+        "handled",
         "has_offloaded",
         "kept",
         "rng_after",
@@ -141,6 +143,7 @@ class Store:
         self.rng_states: dict[OpKey, OpRngState] = {}
         self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
         self.has_offloaded = False
+        self.handled: Handled | None = None  # ops that were counted; None for all
         self.rng_after: list[OpRngState] = []
         self.rng_before_children: dict[int, list[OpRngState]] = {}
         self.children: dict[int, weakref.ref[Segment]] = {}

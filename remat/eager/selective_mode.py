@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from remat.eager import op_watch
+from remat.eager.op_watch import Handled
 from remat.passes.torch_private import TorchDispatchMode, pop_mode, push_mode
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
 
     num_suspensions = 0
+    watched: Handled | None = None  # the ops that this is entered for, one by one; None if it is entered for all
+    may_keep_itself = False  # whether `run_and_keep` does what this would do about an op whose result is only kept
     _flags: tuple[bool, bool]
+    _was_watching: bool
 
     def __init__(self) -> None:
         """Do nothing: torch's own sets up only what its `__enter__` needs."""
@@ -26,6 +31,26 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
         pop_mode(self._flags)
+
+    def enter_for(self, handled: Handled | None) -> None:
+        """Enter for some ops, one by one, or for all where that cannot be."""
+        was_watching = None if handled is None else op_watch.start()
+        if was_watching is None:
+            self._flags = push_mode(self)
+        else:
+            self._was_watching, self.watched = was_watching, handled
+
+    def leave(self) -> None:
+        """Undo what `enter_for` did."""
+        if self.watched is None:
+            pop_mode(self._flags)
+        else:
+            self.watched = None
+            op_watch.stop(self._was_watching)
+
+    def run_and_keep(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, and keep its result."""
+        raise NotImplementedError
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
