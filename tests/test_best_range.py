@@ -170,7 +170,7 @@ def test_prices_of_a_users_function_are_sampled() -> None:
 
 
 def test_proof_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_range, "VALUES_CUT", 60)
+    monkeypatch.setattr(best_range, "VALUES_CUT", 20)
     _, chosen = explained(PROGRAMS["layers"].make(unmarked), (batch(60),), Request(Roofline(MACHINES)))
     assert not best_of(chosen).is_proved
 
