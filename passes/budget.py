@@ -95,12 +95,13 @@ class Budget:
 
 
 class Planner:
-    """Makes and judges schedules for one graph."""
+    """Makes and judges schedules for one graph; a scheduler that was made for it at other sizes serves as well."""
 
-    def __init__(self, problem: FlowProblem, storages: Storages) -> None:
+    def __init__(self, problem: FlowProblem, storages: Storages, scheduler: Scheduler | None = None) -> None:
         self.problem, self.storages = problem, storages
-        self.scheduler = Scheduler(problem.graph, problem.constraints)
+        self.scheduler = Scheduler(problem.graph, problem.constraints) if scheduler is None else scheduler
         self.simulator = Simulator(problem.graph, storages)
+        self._programmes: dict[int, ChainProgramme] = {}
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
         self._followers: dict[Script, Offer] = {}
@@ -238,7 +239,7 @@ class Planner:
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
-        programme = ChainProgramme(self.chain, int(HEADROOM * budget_bytes))
+        programme = self._programme(int(HEADROOM * budget_bytes))
         levels = programme.feasible_levels
         low, high = 0, len(levels) - 1
         while low <= high:
@@ -255,7 +256,7 @@ class Planner:
         """The schedule with the lowest peak found."""
         best = min((self.fastest, self.without_recompute, *self.dearer_cuts), key=_by_peak)
         for _ in range(ROUNDS_TO_MINIMUM):
-            programme = ChainProgramme(self.chain, best.peak_bytes)
+            programme = self._programme(best.peak_bytes)
             levels = _spread(programme.feasible_levels)
             offers = [self._following(programme.script(level)) for level in levels]
             lower = min((best, *offers), key=_by_peak)
@@ -263,6 +264,11 @@ class Planner:
                 break
             best = lower
         return self.improver.lower([best, self.fastest, *self.dearer_cuts])
+
+    def _programme(self, memory_bytes: int) -> ChainProgramme:
+        if memory_bytes not in self._programmes:
+            self._programmes[memory_bytes] = ChainProgramme(self.chain, memory_bytes)
+        return self._programmes[memory_bytes]
 
     def _keeping(self, values: Iterable[int]) -> Offer:
         """Keep some values, and recompute what else is needed once, when it is needed."""
@@ -280,8 +286,10 @@ class Planner:
         return self._followers[script]
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
-        simulation = self.simulator.run(schedule)
-        return Offer(schedule, simulation, extra_ticks(self.problem, schedule), planner)
+        return Offer(schedule, self._simulated(schedule), extra_ticks(self.problem, schedule), planner)
+
+    def _simulated(self, schedule: Schedule) -> Simulation:
+        return self.simulator.run(schedule)
 
 
 def _spread(levels: range) -> list[int]:

@@ -295,7 +295,7 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
     plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     rows, length = sorted(sizes.backed, key=lambda symbol: sizes.values[symbol])
-    largest = at_sizes(plain.problem, model, sizes.at({rows: 64, length: 4096}), fuses=fuses)
+    largest = at_sizes(plain.problem, plain.storages, model, sizes.at({rows: 64, length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
@@ -305,7 +305,7 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
             given = {rows: int(2 ** rng.uniform(1, 6)), length: int(2 ** rng.uniform(4, 12))}
         values = {symbol.name: value for symbol, value in given.items()}
         if not any(all(is_true(guard, values) for guard in chosen.plan.guards) for chosen in found):
-            problem, storages = at_sizes(plain.problem, model, sizes.at(given), fuses=fuses)
+            problem, storages = at_sizes(plain.problem, plain.storages, model, sizes.at(given))
             found.append(choose(Prepared(problem, storages, plain.num_fwd_outputs), request))
         covering = [c.plan for c in found if all(is_true(guard, values) for guard in c.plan.guards)]
         assert covering, "a plan does not cover the sizes that it was made for"
@@ -325,7 +325,7 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
     plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     (length,) = sizes.backed
-    largest = at_sizes(plain.problem, model, sizes.at({length: 4096}), fuses=fuses)
+    largest = at_sizes(plain.problem, plain.storages, model, sizes.at({length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
@@ -335,7 +335,7 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
         values = {length.name: value}
         if any(all(is_true(guard, values) for guard in chosen.plan.guards) for chosen in found):
             continue
-        problem, storages = at_sizes(plain.problem, model, sizes.at({length: value}), fuses=fuses)
+        problem, storages = at_sizes(plain.problem, plain.storages, model, sizes.at({length: value}))
         chosen = choose(Prepared(problem, storages, plain.num_fwd_outputs), request)
         assert all(is_true(guard, values) for guard in chosen.plan.guards)
         found.append(chosen)
