@@ -104,7 +104,8 @@ class Planner:
         self._programmes: dict[int, ChainProgramme] = {}
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
-        self._followers: dict[Script, Offer] = {}
+        self.chain_offers: dict[Script, Offer] = {}
+        """What the chain planner has proposed so far."""
         self.rivals: list[Offer] = []
         """What was compared to find the fastest schedule within a budget."""
 
@@ -239,7 +240,9 @@ class Planner:
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
-        programme = self._programme(int(HEADROOM * budget_bytes))
+        return self._levels_within(self._programme(int(HEADROOM * budget_bytes)), budget_bytes)
+
+    def _levels_within(self, programme: ChainProgramme, budget_bytes: int) -> Iterator[Offer]:
         levels = programme.feasible_levels
         low, high = 0, len(levels) - 1
         while low <= high:
@@ -270,6 +273,11 @@ class Planner:
             self._programmes[memory_bytes] = ChainProgramme(self.chain, memory_bytes)
         return self._programmes[memory_bytes]
 
+    def programme_above(self, memory_bytes: int) -> ChainProgramme:
+        """Of the programmes that were made, the smallest one for at least so much memory; the largest if none is."""
+        large = [known for known in self._programmes if known >= memory_bytes]
+        return self._programme(min(large, default=max(self._programmes, default=memory_bytes)))
+
     def _keeping(self, values: Iterable[int]) -> Offer:
         """Keep some values, and recompute what else is needed once, when it is needed."""
         kept = frozenset(values)
@@ -281,9 +289,12 @@ class Planner:
 
     def _following(self, script: Script) -> Offer:
         """Do as the chain planner says."""
-        if script not in self._followers:
-            self._followers[script] = self._offer(write(self.chain, script), "chain")
-        return self._followers[script]
+        if script not in self.chain_offers:
+            self.chain_offers[script] = self._offer(self._write(script), "chain")
+        return self.chain_offers[script]
+
+    def _write(self, script: Script) -> Schedule:
+        return write(self.chain, script)
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
         return Offer(schedule, self._simulated(schedule), extra_ticks(self.problem, schedule), planner)

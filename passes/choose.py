@@ -98,7 +98,7 @@ def write_plan(
         budget_bytes=picked.budget_bytes,
         peak_without_recompute_bytes=picked.without_recompute_bytes,
         planner=offer.planner,
-        graph=describe_graph(graph),
+        graph=describe_graph(graph, sizes.forms.text_of if sizes.symbols else None),
         key=key,
         shares=picked.shares,
         symbols=describe(sizes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
+from .chain_planner import Script
 from .flow import FlowProblem
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
@@ -27,9 +28,14 @@ class EndPlanner(Planner):
         self.others = tuple(others)
         """The ends beside the one that schedules are made for."""
         self.judge = Simulator(problem.graph, storages, self.others) if others else self.simulator
+        self._written: dict[Script, Schedule] = {}
+        """Scripts that were turned into schedules before."""
 
     def _simulated(self, schedule: Schedule) -> Simulation:
         return self.judge.run(schedule)
+
+    def _write(self, script: Script) -> Schedule:
+        return self._written.get(script) or super()._write(script)
 
     def reachable(self, budget_bytes: int) -> tuple[bool, ...]:
         """Per end, the first one's own first: does any of the schedules fit there that take the least memory?
@@ -58,12 +64,21 @@ class EndPlanner(Planner):
         fewer = EndPlanner(self.problem, self.storages, others, self.scheduler)
         fewer.__dict__["chain"] = self.chain
         fewer._ladders, fewer._programmes = self._ladders, self._programmes
+        fewer._written = {script: offer.schedule for script, offer in self.chain_offers.items()}
         return fewer
 
-    def refine(self, offer: Offer, budget_bytes: int) -> None:
-        """Search around a schedule that was made for other sizes and fits."""
-        start = self._offer(offer.schedule, offer.planner)
-        self.rivals += [self.fastest, start, *self.improver.within([start], budget_bytes)]
+    def refine(self, planner: Planner, budget_bytes: int) -> None:
+        """Search around the lowest schedule of another planner of the same graph, which is known to fit.
+
+        It has looked at the graph as a chain already: what it believes of memory at its own sizes steers as well here.
+        """
+        self.__dict__["chain"] = planner.chain
+        self._written = {script: offer.schedule for script, offer in planner.chain_offers.items()}
+        lowest = planner.lowest
+        offers = [self._offer(lowest.schedule, lowest.planner)]
+        offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
+        offers += self.improver.within(offers, budget_bytes)
+        self.rivals += [self.fastest, *offers]
 
     def best(self, budget_bytes: int) -> list[Offer]:
         """Of all that was found, what fits at every end at which anything does; the fastest first."""

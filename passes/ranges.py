@@ -176,7 +176,7 @@ class _RangePlanner:
         lowest = self._lowest()
         bounded = self._bounded(lowest.offer.schedule)
         ends = self._ends(lambda sizes: all(b.fits(sizes) for b in bounded))
-        return (self._planned_for(ends, lowest) or lowest) if ends else None
+        return (self._planned_for(ends, has_lowest=True) or lowest) if ends else None
 
     def _lowest(self) -> Picked:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
@@ -184,10 +184,11 @@ class _RangePlanner:
             return self._quietly(self._scaled(self.whole * FAR))
         return Picked(self.at_base.lowest, self.request.budget.resolve(self.at_base))
 
-    def _planned_for(self, ends: Sequence[Sizes], lowest: Picked | None = None) -> Picked | None:
-        """A plan that fits at some ends of a range, at which the lowest one is known to, and here; None if none does.
+    def _planned_for(self, ends: Sequence[Sizes], *, has_lowest: bool = False) -> Picked | None:
+        """A plan that fits at some ends of a range, and here; None if there is none. Where no plan fits, none has to.
 
-        Where no plan fits, none has to. The first of the ends is in the direction of the present sizes.
+        The first of the ends is in the direction of the present sizes. If the range `has_lowest`, its ends are those of
+        where the lowest plan fits.
         """
         if not ends:
             return None
@@ -195,8 +196,8 @@ class _RangePlanner:
             return self._fitting_all(ends)
         planner = EndPlanner(*self._at(ends[0]), ends[1:], self.here.scheduler)
         bound = self._limit_bytes(self.limits[0])
-        if lowest is not None:
-            planner.refine(lowest.offer, bound)
+        if has_lowest:
+            planner.refine(self.at_base, bound)
         else:
             reachable = planner.reachable(bound)
             if not reachable[0]:
@@ -259,7 +260,7 @@ class _RangePlanner:
         found = [self._furthest(holds, self._scaled)]
         if len(self.open) > 1:
             found += [self._furthest(holds, partial(self._stretched, symbol)) for symbol in self.open]
-        return [sizes for sizes in found if sizes is not None]
+        return list({tuple(sizes.values.values()): sizes for sizes in found if sizes is not None}.values())
 
     def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
         """The largest sizes on a line at which something holds; None if it does not at its beginning."""
@@ -382,9 +383,7 @@ def _relation_text(relation: Any) -> str:
         return str(relation)
 
 
-def at_sizes(
-    problem: FlowProblem, storages: Storages, model: CostModel, sizes: Sizes
-) -> tuple[FlowProblem, Storages]:
+def at_sizes(problem: FlowProblem, storages: Storages, model: CostModel, sizes: Sizes) -> tuple[FlowProblem, Storages]:
     """The same choice at other sizes: prices and memory change, what may be done does not."""
     return problem_at(problem, model, sizes), storages_at(storages, sizes)
 

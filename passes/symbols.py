@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from .joint_graph import describe_value
 from .op_call import TensorSpec, spec_of
 from .torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
 
@@ -63,6 +64,7 @@ class Forms:
     def __init__(self) -> None:
         self._specs: dict[int, TensorSpec] = {}
         self._tensors: list[torch.Tensor] = []
+        self._texts: dict[TensorSpec, str] = {}
         self._number_of_spec: dict[TensorSpec, int] = {}
         self._number_of_terms: dict[Terms, int] = {(): 0}
         self.table: list[Terms] = [()]
@@ -79,6 +81,16 @@ class Forms:
             spec = self._specs[id(tensor)] = spec_of(tensor, self.of)
             self._tensors.append(tensor)  # another one would not be told from it if it were gone
         return spec
+
+    def text_of(self, value: object) -> str:
+        """What a node returns, as text."""
+        if not isinstance(value, torch.Tensor):
+            return describe_value(value)
+        spec = self.spec_of(value)
+        text = self._texts.get(spec)
+        if text is None:
+            text = self._texts[spec] = describe_value(value)
+        return text
 
     def size_number(self, tensor: torch.Tensor) -> int:
         """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
