@@ -297,6 +297,7 @@ class Traced:
 
     def _keep(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         self.graph, self.inputs, self.context = gm, inputs, TracingContext.get()
+        self.plan(None)  # the first may ask Dynamo to trace again, with fixed numbers in place of some symbols
         raise _Planned
 
     def plan(self, budget: float | int | None) -> tuple[float, int]:
