@@ -95,15 +95,17 @@ class Budget:
 
 
 class Planner:
-    """Makes and judges schedules for one graph."""
+    """Makes and judges schedules for one graph; a scheduler that was made for it at other sizes serves as well."""
 
-    def __init__(self, problem: FlowProblem, storages: Storages) -> None:
+    def __init__(self, problem: FlowProblem, storages: Storages, scheduler: Scheduler | None = None) -> None:
         self.problem, self.storages = problem, storages
-        self.scheduler = Scheduler(problem.graph, problem.constraints)
+        self.scheduler = Scheduler(problem.graph, problem.constraints) if scheduler is None else scheduler
         self.simulator = Simulator(problem.graph, storages)
+        self._programmes: dict[int, ChainProgramme] = {}
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
-        self._followers: dict[Script, Offer] = {}
+        self.chain_offers: dict[Script, Offer] = {}
+        """What the chain planner has proposed so far."""
         self.rivals: list[Offer] = []
         """What was compared to find the fastest schedule within a budget."""
 
@@ -238,7 +240,9 @@ class Planner:
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
-        programme = ChainProgramme(self.chain, int(HEADROOM * budget_bytes))
+        return self._levels_within(self._programme(int(HEADROOM * budget_bytes)), budget_bytes)
+
+    def _levels_within(self, programme: ChainProgramme, budget_bytes: int) -> Iterator[Offer]:
         levels = programme.feasible_levels
         low, high = 0, len(levels) - 1
         while low <= high:
@@ -255,7 +259,7 @@ class Planner:
         """The schedule with the lowest peak found."""
         best = min((self.fastest, self.without_recompute, *self.dearer_cuts), key=_by_peak)
         for _ in range(ROUNDS_TO_MINIMUM):
-            programme = ChainProgramme(self.chain, best.peak_bytes)
+            programme = self._programme(best.peak_bytes)
             levels = _spread(programme.feasible_levels)
             offers = [self._following(programme.script(level)) for level in levels]
             lower = min((best, *offers), key=_by_peak)
@@ -263,6 +267,16 @@ class Planner:
                 break
             best = lower
         return self.improver.lower([best, self.fastest, *self.dearer_cuts])
+
+    def _programme(self, memory_bytes: int) -> ChainProgramme:
+        if memory_bytes not in self._programmes:
+            self._programmes[memory_bytes] = ChainProgramme(self.chain, memory_bytes)
+        return self._programmes[memory_bytes]
+
+    def programme_above(self, memory_bytes: int) -> ChainProgramme:
+        """Of the programmes that were made, the smallest one for at least so much memory; the largest if none is."""
+        large = [known for known in self._programmes if known >= memory_bytes]
+        return self._programme(min(large, default=max(self._programmes, default=memory_bytes)))
 
     def _keeping(self, values: Iterable[int]) -> Offer:
         """Keep some values, and recompute what else is needed once, when it is needed."""
@@ -275,13 +289,18 @@ class Planner:
 
     def _following(self, script: Script) -> Offer:
         """Do as the chain planner says."""
-        if script not in self._followers:
-            self._followers[script] = self._offer(write(self.chain, script), "chain")
-        return self._followers[script]
+        if script not in self.chain_offers:
+            self.chain_offers[script] = self._offer(self._write(script), "chain")
+        return self.chain_offers[script]
+
+    def _write(self, script: Script) -> Schedule:
+        return write(self.chain, script)
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
-        simulation = self.simulator.run(schedule)
-        return Offer(schedule, simulation, extra_ticks(self.problem, schedule), planner)
+        return Offer(schedule, self._simulated(schedule), extra_ticks(self.problem, schedule), planner)
+
+    def _simulated(self, schedule: Schedule) -> Simulation:
+        return self.simulator.run(schedule)
 
 
 def _spread(levels: range) -> list[int]:

@@ -347,10 +347,10 @@ class ChainProgramme:
         taken += torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None]
         taken.masked_fill_(self.levels < _column(least), INFEASIBLE)
         by_row = taken.view(len(ways), width, self.num_levels)
-        first = by_row.argmin(1, keepdim=True)
-        best = by_row.gather(1, first)[:, 0].clamp_max(INFEASIBLE)
+        best, first = by_row.min(1)  # of equal ones the first, as argmin has it, in a fraction of its time
+        best.clamp_max_(INFEASIBLE)
         self.table[_column(list(ways)).flatten(), self.num_levels :] = best
-        chosen = _column(codes).view(len(ways), width).gather(1, first[:, 0])
+        chosen = _column(codes).view(len(ways), width).gather(1, first)
         self.choices.update(zip(ways, chosen.masked_fill(best >= INFEASIBLE, -1).tolist(), strict=True))
 
     # ---------------------------------------------------------------------------------------------- plans

@@ -15,7 +15,7 @@ from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .offload import is_offloaded
-from .peaks import peak_terms, terms_text
+from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
 from .region_budget import choose_within_shares
 from .region_tag import region_fields
@@ -72,7 +72,11 @@ def pick(problem: FlowProblem, storages: Storages, budget: Budget | None, *, tak
     if shares.budgets:
         found = choose_within_shares(problem, storages, shares, budget, take_minimum=take_minimum)
         return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares, found.rivals)
-    planner = Planner(problem, storages)
+    return pick_from(Planner(problem, storages), budget)
+
+
+def pick_from(planner: Planner, budget: Budget | None) -> Picked:
+    """Pick the fastest schedule that a planner finds within the budget of the whole graph."""
     if budget is None:
         return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
@@ -81,18 +85,20 @@ def pick(problem: FlowProblem, storages: Storages, budget: Budget | None, *, tak
     return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals)
 
 
-def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: str) -> Chosen:
-    """Write down what a schedule does with every value."""
+def write_plan(
+    problem: FlowProblem, storages: Storages, picked: Picked, key: str, peak: PeakTerms | None = None
+) -> Chosen:
+    """Write down what a schedule does with every value; `peak` if that is known in terms of symbols already."""
     graph, offer, sizes = problem.graph, picked.offer, storages.sizes
     plan = Plan(
         decisions=decisions_of(problem, offer.schedule, sizes),
         order=tuple(graph.nodes[i].name for i in offer.schedule.events),
         phases=offer.schedule.phases,
-        peak=_peak(graph, offer.simulation, sizes, fuses=any(storages.is_fused)),
+        peak=_peak(graph, offer.simulation, sizes, peak, fuses=any(storages.is_fused)),
         budget_bytes=picked.budget_bytes,
         peak_without_recompute_bytes=picked.without_recompute_bytes,
         planner=offer.planner,
-        graph=describe_graph(graph),
+        graph=describe_graph(graph, sizes.forms.text_of if sizes.symbols else None),
         key=key,
         shares=picked.shares,
         symbols=describe(sizes),
@@ -101,7 +107,9 @@ def write_plan(problem: FlowProblem, storages: Storages, picked: Picked, key: st
     return Chosen(plan, offer.schedule, rivals=picked.rivals)
 
 
-def _peak(graph: JointGraph, simulation: Simulation, sizes: Sizes, *, fuses: bool) -> PredictedPeak:
+def _peak(
+    graph: JointGraph, simulation: Simulation, sizes: Sizes, terms: PeakTerms | None, *, fuses: bool
+) -> PredictedPeak:
     executor = "inductor" if fuses else "node by node"
     if not simulation.order:
         return PredictedPeak(0, "", in_forward=True, source="", alive=(), executor=executor)
@@ -115,7 +123,7 @@ def _peak(graph: JointGraph, simulation: Simulation, sizes: Sizes, *, fuses: boo
         source=source_line(node.stack_trace or ""),
         alive=tuple((graph.nodes[memory.node].name, memory.num_bytes) for memory in alive),
         executor=executor,
-        expression=peak_terms(simulation, sizes).text() if sizes.symbols else "",
+        expression=(terms or peak_terms(simulation, sizes)).text() if sizes.symbols else "",
     )
 
 

@@ -25,7 +25,7 @@ from .errors import OptionError, RematError
 from .expressions import largest
 from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
-from .op_call import OpCall, TensorSpec, call_of
+from .op_call import OpCall, SizesLike, TensorSpec, call_of
 from .op_facts import Kind
 from .symbols import Sizes
 from .torch_private import without_modes
@@ -69,6 +69,10 @@ by 32x250, whose arithmetic takes 1.5 ms and whose bytes take 1.7 ms. Large prod
 
 ACCELERATOR_SPEEDUP = 10.0
 """How much cheaper arithmetic is there, compared with memory. Not measured: from the data sheets of current GPUs."""
+
+
+PRICED_ROLES = (Role.INPUT, Role.FORWARD, Role.EITHER)
+"""Whose results can be kept, or computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,55 @@ class Costs:
     num_bytes: tuple[int, ...]
     run_ticks: tuple[int, ...]
     """What each further recomputation adds."""
+    likes: Likes | None = None
+    """Which nodes have the same prices at all sizes."""
 
 
-def price(graph: JointGraph, model: CostModel, sizes: Sizes | None = None) -> Costs:
-    """Price every forward-side value of a graph, at given sizes or at those of the example."""
-    asked = _Asked(model, Sizes.find(graph.nodes) if sizes is None else sizes)
-    rows = [_price_node(node, role, asked) for node, role in zip(graph.nodes, graph.roles, strict=True)]
-    return Costs(*zip(*rows, strict=True)) if rows else Costs((), (), (), ())
+@dataclass(frozen=True, slots=True, eq=False)
+class Likes:
+    """Groups of nodes that cost the same whatever the sizes are."""
+
+    group_of: tuple[int, ...]
+    """By node position."""
+    examples: tuple[tuple[fx.Node, Role], ...]
+    """A node of each group, and its role."""
+
+    @staticmethod
+    def find(graph: JointGraph, sizes: Sizes) -> Likes:
+        """Group nodes by role, by what they return and, if they call something, by the call."""
+        forms = sizes.forms if sizes.values else sizes
+        numbers: dict[object, int] = {}
+        examples: list[tuple[fx.Node, Role]] = []
+        group_of = []
+        for node, role in zip(graph.nodes, graph.roles, strict=True):
+            number = numbers.setdefault(_what_decides(node, role, forms), len(numbers))
+            if number == len(examples):
+                examples.append((node, role))
+            group_of.append(number)
+        return Likes(tuple(group_of), tuple(examples))
+
+
+def _what_decides(node: fx.Node, role: Role, forms: SizesLike) -> object:
+    """All that the prices of a node depend on, beside the sizes."""
+    if role not in PRICED_ROLES:
+        return None
+    if node.op == "call_function":
+        return role, tensor_of(node) is not None, call_of(node, forms)
+    tensor = tensor_of(node)
+    return role, None if tensor is None else forms.spec_of(tensor)
+
+
+def price(graph: JointGraph, model: CostModel, sizes: Sizes | None = None, likes: Likes | None = None) -> Costs:
+    """Price every forward-side value of a graph, at given sizes or at those of the example.
+
+    A graph that was priced before need not be looked through again: `likes` says which nodes cost the same.
+    """
+    sizes = Sizes.find(graph.nodes) if sizes is None else sizes
+    likes = Likes.find(graph, sizes) if likes is None else likes
+    asked = _Asked(model, sizes)
+    rows = [_price_node(node, role, asked) for node, role in likes.examples]
+    columns = zip(*[rows[group] for group in likes.group_of], strict=True) if rows else ((), (), (), ())
+    return Costs(*columns, likes=likes)
 
 
 class _Asked:
@@ -154,7 +200,7 @@ def _checked(seconds: float, call: OpCall) -> float:
 
 def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int, int]:
     """Ticks to save, ticks to recompute, bytes, ticks to run."""
-    if role not in (Role.INPUT, Role.FORWARD, Role.EITHER):
+    if role not in PRICED_ROLES:
         return 0, 0, 0, 0
     num_bytes = save_ticks = run_ticks = 0
     tensor = tensor_of(node)

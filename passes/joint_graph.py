@@ -12,7 +12,7 @@ planner that takes the copies for new values would neither save nor recompute th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -380,15 +380,19 @@ def _attribute(module: Any, path: str) -> Any:
 # -------------------------------------------------------------------------------------------------- text
 
 
-def describe_graph(graph: JointGraph) -> tuple[str, ...]:
-    """A joint graph as text, a line per node: name, op, what it reads, what it returns."""
-    return tuple(_describe_node(node) for node in graph.nodes)
+def describe_graph(graph: JointGraph, describe: Callable[[object], str] | None = None) -> tuple[str, ...]:
+    """A joint graph as text, a line per node: name, op, what it reads, what it returns.
+
+    `describe` does what `describe_value` does, for one who has looked at the sizes already.
+    """
+    describe = describe_value if describe is None else describe
+    return tuple([_describe_node(node, describe) for node in graph.nodes])
 
 
-def _describe_node(node: fx.Node) -> str:
+def _describe_node(node: fx.Node, describe: Callable[[object], str]) -> str:
     read = ", ".join([a.name for a in node.all_input_nodes])
     target = node.op if node.op == "placeholder" else str(node.target)
-    return f"{node.name} = {target}({read}) {describe_value(node.meta.get('val'))}"
+    return f"{node.name} = {target}({read}) {describe(node.meta.get('val'))}"
 
 
 def describe_value(value: object) -> str:

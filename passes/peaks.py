@@ -86,12 +86,14 @@ def _add(changes: dict[int, list[int]], moment: int, terms: Terms, column: Mappi
 
 
 def _running_sums(changes: Mapping[int, Sequence[int]], width: int) -> Iterable[Row]:
-    """What is alive after each change; only where something was added can be a peak, but that costs more to find."""
+    """What is alive after each change that adds something, unless the next one only adds to it."""
+    ordered = [changes[moment] for moment in sorted(changes) if any(changes[moment])]
     total = [0] * width
     rows: dict[Row, None] = {}
-    for moment in sorted(changes):
-        total = [a + b for a, b in zip(total, changes[moment], strict=True)]
-        rows[tuple(total)] = None
+    for change, following in zip(ordered, [*ordered[1:], [-1]], strict=True):
+        total = list(map(operator.add, total, change))
+        if max(change) > 0 and min(following) < 0:
+            rows[tuple(total)] = None
     return rows
 
 

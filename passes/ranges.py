@@ -11,8 +11,11 @@ there is one. So there are at most MOST_RANGES of them, and one more if plans th
 plan is made for the upper end of its range, so that it fits everywhere in it, and leaves the margin for a compiler.
 
 Where several sizes change, a range is one of all of them: what the fastest plan takes there. The same memory may be
-many short rows or a few long ones, and a plan that fits for the one need not fit for the other. So plans are made for
-both ends, and one is taken that fits at all of them; if there is none, the one with the lowest peak.
+many short rows or a few long ones, and a plan that fits for the one need not fit for the other. So a plan is looked for
+that fits at all ends (see `ends`); if there is none, the one with the lowest peak is taken.
+
+Whatever the range, there is one search. Planning for the last one looks for the lowest peak here, and from there for
+a plan that is faster where that one ends to fit.
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budget import FUSION_MARGIN, Budget, Offer, Planner, extra_ticks
-from .choose import Chosen, Picked, pick, write_plan
+from .budget import FUSION_MARGIN, Budget, Planner, extra_ticks
+from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .cost import CostModel, price
+from .ends import EndPlanner
 from .expressions import NotExpressible, write
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .schedule import Schedule
 from .shares import Shares
-from .simulate import Memory, simulate
-from .storage import Storages, find_storages
+from .simulate import Memory, Simulation
+from .storage import Storages, storages_at
 from .symbols import Sizes
 from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 
@@ -110,6 +114,15 @@ class _Bounded:
         return max(0, (max(self.peak.at(sizes) - 1, 0) // max(self.limit_bytes, 1)).bit_length())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A schedule at the sizes of the example."""
+
+    schedule: Schedule
+    simulation: Simulation
+    bounded: list[_Bounded]
+
+
 class _RangePlanner:
     """Plans one graph under limits in bytes."""
 
@@ -125,20 +138,21 @@ class _RangePlanner:
         """Where a plan has to fit in any case."""
         self.open = [s for s in self.example.backed if s not in self.fixed]
         self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
-        is_of_graph = not Shares.find(self.problem.graph).budgets
-        self.margin = FUSION_MARGIN if request.fuses and is_of_graph else 0.0
+        self.is_of_graph = not Shares.find(self.problem.graph).budgets
+        """There is one limit, and it is one of the whole graph."""
+        self.margin = FUSION_MARGIN if request.fuses and self.is_of_graph else 0.0
         """What is left for a compiler, as the planner does for a budget of the whole graph alone."""
         self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
+        self._known: dict[int, _Known] = {}
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
-        problem, storages = (self.problem, self.storages) if self.base is self.example else self._at(self.base)
-        fastest = self._bounded(Planner(problem, storages).fastest.schedule)
+        fastest = self._bounded(self.at_base.fastest.schedule)
         if all(bounded.fits(self.base) for bounded in fastest) or not self.open:
-            picked = self._pick(problem, storages)
+            picked = self._pick()
             return self._finish(picked, self._upper(picked.offer.schedule))
         level = min(max(bounded.level(self.base) for bounded in fastest), self.num_ranges - 1)
-        picked = self._beyond(fastest, level) or self._pick(problem, storages)
+        picked = self._beyond(fastest, level) or self._pick()
         reached = self._bounded(picked.offer.schedule)
         if all(bounded.fits(self.base) for bounded in reached):
             return self._finish(picked, self._upper(picked.offer.schedule), self._lower(fastest, level))
@@ -155,22 +169,44 @@ class _RangePlanner:
     def _beyond(self, fastest: Sequence[_Bounded], level: int) -> Picked | None:
         """A plan for the upper end of a range, or for the largest size at which there is one; None if at none."""
         if level < self.num_ranges - 1:
-            picked = self._fitting_all(self._ends(lambda sizes: max(b.level(sizes) for b in fastest) <= level))
+            picked = self._planned_for(self._ends(lambda sizes: max(b.level(sizes) for b in fastest) <= level))
             if picked is not None:
                 return picked
         # What is lowest far out need not be lowest here. How far it reaches is as far as a plan is known to.
         lowest = self._lowest()
         bounded = self._bounded(lowest.offer.schedule)
         ends = self._ends(lambda sizes: all(b.fits(sizes) for b in bounded))
-        return (self._fitting_all(ends) or lowest) if ends else None
+        return (self._planned_for(ends, has_lowest=True) or lowest) if ends else None
 
     def _lowest(self) -> Picked:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
         if self.request.budget is None:
             return self._quietly(self._scaled(self.whole * FAR))
-        planner = Planner(*self._at(self.base))
-        budget_bytes = self.request.budget.resolve(planner)
-        return Picked(planner.lowest, budget_bytes, planner.without_recompute.peak_bytes)
+        return Picked(self.at_base.lowest, self.request.budget.resolve(self.at_base))
+
+    def _planned_for(self, ends: Sequence[Sizes], *, has_lowest: bool = False) -> Picked | None:
+        """A plan that fits at some ends of a range, and here; None if there is none. Where no plan fits, none has to.
+
+        The first of the ends is in the direction of the present sizes. If the range `has_lowest`, its ends are those of
+        where the lowest plan fits.
+        """
+        if not ends:
+            return None
+        if not self.is_of_graph:
+            return self._fitting_all(ends)
+        planner = EndPlanner(*self._at(ends[0]), ends[1:], self.here.scheduler)
+        bound = self._limit_bytes(self.limits[0])
+        if has_lowest:
+            planner.refine(self.at_base, bound)
+        else:
+            reachable = planner.reachable(bound)
+            if not reachable[0]:
+                return None
+            planner = planner.only(reachable)
+            planner.within(bound)
+        rivals = tuple(rival.schedule for rival in planner.rivals)
+        offers = (o for o in planner.best(bound) if all(b.fits(self.base) for b in self._bounded(o.schedule)))
+        return next((Picked(offer, self.limits[0].num_bytes, rivals=rivals) for offer in offers), None)
 
     def _fitting_all(self, ends: Sequence[Sizes]) -> Picked | None:
         """A plan made for one of some sizes that fits at the others, too, and here; None if there is none.
@@ -197,11 +233,25 @@ class _RangePlanner:
             warnings.simplefilter("ignore")
             return pick(problem, storages, budget, take_minimum=True)
 
-    def _pick(self, problem: FlowProblem, storages: Storages) -> Picked:
-        return pick(problem, storages, self.request.budget, take_minimum=self.request.take_minimum)
+    def _pick(self) -> Picked:
+        """The best plan where a plan has to fit in any case."""
+        if self.is_of_graph:
+            return pick_from(self.at_base, self.request.budget)
+        planner = self.at_base
+        return pick(planner.problem, planner.storages, self.request.budget, take_minimum=self.request.take_minimum)
 
     def _at(self, sizes: Sizes) -> tuple[FlowProblem, Storages]:
-        return at_sizes(self.problem, self.request.cost_model, sizes, fuses=self.request.fuses)
+        return at_sizes(self.problem, self.storages, self.request.cost_model, sizes)
+
+    @cached_property
+    def here(self) -> Planner:
+        """A planner at the example's sizes."""
+        return Planner(self.problem, self.storages)
+
+    @cached_property
+    def at_base(self) -> Planner:
+        """A planner where a plan has to fit in any case."""
+        return self.here if self.base is self.example else Planner(*self._at(self.base), self.here.scheduler)
 
     def _ends(self, holds: Callable[[Sizes], bool]) -> list[Sizes]:
         """The largest sizes at which something holds that ends somewhere: all grown alike, then each by itself."""
@@ -210,7 +260,7 @@ class _RangePlanner:
         found = [self._furthest(holds, self._scaled)]
         if len(self.open) > 1:
             found += [self._furthest(holds, partial(self._stretched, symbol)) for symbol in self.open]
-        return [sizes for sizes in found if sizes is not None]
+        return list({tuple(sizes.values.values()): sizes for sizes in found if sizes is not None}.values())
 
     def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
         """The largest sizes on a line at which something holds; None if it does not at its beginning."""
@@ -252,12 +302,19 @@ class _RangePlanner:
 
     def _bounded(self, schedule: Schedule) -> list[_Bounded]:
         """The peaks of a schedule, each with its limit."""
-        simulation = simulate(self.problem.graph, self.storages, schedule)
-        found = []
-        for limit in self.limits:
-            peak = peak_terms(simulation, self.example, limit.counts)
-            found.append(_Bounded(peak, int((1 - self.margin) * limit.num_bytes)))
-        return found
+        known = self._known.get(id(schedule))
+        if known is None:
+            simulation = self.here.simulator.run(schedule)
+            bounded = [
+                _Bounded(peak_terms(simulation, self.example, limit.counts), self._limit_bytes(limit))
+                for limit in self.limits
+            ]
+            known = self._known[id(schedule)] = _Known(schedule, simulation, bounded)
+        return known.bounded
+
+    def _limit_bytes(self, limit: Limit) -> int:
+        """A limit without what is left for a compiler."""
+        return int((1 - self.margin) * limit.num_bytes)
 
     def _upper(self, schedule: Schedule) -> tuple[Any, ...]:
         """Conditions on sizes under which a schedule keeps within the limits."""
@@ -301,13 +358,15 @@ class _RangePlanner:
 
     def _finish(self, picked: Picked, *conditions: tuple[Any, ...]) -> Chosen:
         """Write the plan at the example's sizes, with the conditions on others."""
-        offer = _moved(picked.offer, self.problem, self.storages)
-        moved = replace(picked, offer=offer, shares=picked.shares_in(self.problem.graph, offer.simulation))
-        if moved.without_recompute_bytes is not None:
-            whole = Planner(self.problem, self.storages).without_recompute.peak_bytes
-            moved = replace(moved, without_recompute_bytes=whole)
+        schedule = picked.offer.schedule
+        bounded, simulation = self._bounded(schedule), self._known[id(schedule)].simulation
+        offer = replace(picked.offer, simulation=simulation, extra_ticks=extra_ticks(self.problem, schedule))
+        moved = replace(picked, offer=offer, shares=picked.shares_in(self.problem.graph, simulation))
+        if picked.budget_bytes is not None or picked.without_recompute_bytes is not None:
+            moved = replace(moved, without_recompute_bytes=self.here.without_recompute.peak_bytes)
         guards = tuple(c for group in conditions for c in group if self._may_guard(c))
-        chosen = write_plan(self.problem, self.storages, moved, self.request.key)
+        peak = next((b.peak for b, limit in zip(bounded, self.limits, strict=True) if limit.counts is None), None)
+        chosen = write_plan(self.problem, self.storages, moved, self.request.key, peak)
         most = self.num_ranges + self._takes_minimum
         plan = replace(chosen.plan, guards=tuple(_relation_text(guard) for guard in guards), most_ranges=most)
         return replace(chosen, plan=plan, guards=guards)
@@ -324,11 +383,14 @@ def _relation_text(relation: Any) -> str:
         return str(relation)
 
 
-def at_sizes(problem: FlowProblem, model: CostModel, sizes: Sizes, *, fuses: bool) -> tuple[FlowProblem, Storages]:
+def at_sizes(problem: FlowProblem, storages: Storages, model: CostModel, sizes: Sizes) -> tuple[FlowProblem, Storages]:
     """The same choice at other sizes: prices and memory change, what may be done does not."""
-    costs = price(problem.graph, model, sizes)
-    storages = find_storages(problem.graph, fuses=fuses, sizes=sizes)
-    return FlowProblem.build(problem.graph, problem.constraints, costs), storages
+    return problem_at(problem, model, sizes), storages_at(storages, sizes)
+
+
+def problem_at(problem: FlowProblem, model: CostModel, sizes: Sizes) -> FlowProblem:
+    """The same choice with the prices of other sizes."""
+    return replace(problem, costs=price(problem.graph, model, sizes, problem.costs.likes))
 
 
 def take_for_granted(chosen: Chosen, storages: Storages) -> None:
@@ -336,12 +398,6 @@ def take_for_granted(chosen: Chosen, storages: Storages) -> None:
     for condition in chosen.guards:
         held = add_guard(storages.sizes.shape_env, condition)
         assert held, f"the plan does not hold at the sizes it was made for: {condition}"
-
-
-def _moved(offer: Offer, problem: FlowProblem, storages: Storages) -> Offer:
-    """An offer as it is at other sizes."""
-    simulation = simulate(problem.graph, storages, offer.schedule)
-    return replace(offer, simulation=simulation, extra_ticks=extra_ticks(problem, offer.schedule))
 
 
 def largest_where(holds: Callable[[int], bool], sizes: Sizes, symbol: Any) -> int | None:

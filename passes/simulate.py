@@ -21,7 +21,7 @@ import torch.fx as fx
 from .joint_graph import JointGraph, Role
 from .schedule import Schedule
 from .storage import Storages, size_of
-from .symbols import terms_of
+from .symbols import Sizes, terms_of
 
 GENERATOR_STATE_BYTES = 5056
 """What the state of a CPU generator takes; that of an accelerator takes less."""
@@ -66,13 +66,15 @@ class Simulation:
     num_forward: int
     """How many of them are forward's."""
     live_bytes: tuple[int, ...]
-    """Per moment, the bytes alive while that node runs."""
+    """Per moment, the bytes alive while that node runs; the most of them, if several sizes were looked at."""
     copies: tuple[Memory, ...]
     """What is copied for backward, and alive all along."""
     allocations: Allocations
     """Everything else that was allocated."""
     has_symbols: bool
     """What is empty now need not be at other sizes."""
+    peaks: tuple[int, ...] = ()
+    """If several sizes were looked at, the peak at each of them, the simulator's own first."""
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -120,10 +122,15 @@ reader, or nowhere. Plain numbers, since they are compared for every node of eve
 
 
 class Simulator:
-    """Simulates schedules of one graph; what does not depend on a schedule is looked up once."""
+    """Simulates schedules of one graph; what does not depend on a schedule is looked up once.
 
-    def __init__(self, graph: JointGraph, storages: Storages) -> None:
-        self.graph, self.storages = graph, storages
+    It may look at several sizes of the same symbols at once: what is alive is then the most that is at any of them.
+    """
+
+    def __init__(self, graph: JointGraph, storages: Storages, elsewhere: Sequence[Sizes] = ()) -> None:
+        self.graph, self.storages, self.elsewhere = graph, storages, tuple(elsewhere)
+        self.bytes_elsewhere = [[sizes.value_of_terms(terms) for terms in sizes.table] for sizes in elsewhere]
+        """Per other sizes, the bytes of every size in the table."""
         self.fuses = any(storages.is_fused)
         self.places = [_place(storages, i, self.fuses) for i in range(len(graph.nodes))]
         self.own = [
@@ -340,14 +347,30 @@ class _Run:
             changes[last + 1] -= num_bytes
         copies = self._copies()
         changes[0] += sum(copy.num_bytes for copy in copies)
+        live = tuple(accumulate(changes[:-1]))
+        others = self._live_elsewhere(copies)
         return Simulation(
             order=self.order,
             num_forward=len(self.schedule.forward),
-            live_bytes=tuple(accumulate(changes[:-1])),
+            live_bytes=tuple(map(max, live, *others)) if others else live,
             copies=copies,
             allocations=Allocations(self.num_bytes, self.first, self.last, self.sizes),
             has_symbols=bool(self.simulator.storages.sizes.symbols),
+            peaks=tuple(max(one, default=0) for one in (live, *others)) if others else (),
         )
+
+    def _live_elsewhere(self, copies: Sequence[Memory]) -> list[list[int]]:
+        """Per moment, what is alive at each of the other sizes."""
+        found = []
+        for sizes, num_bytes in zip(self.simulator.elsewhere, self.simulator.bytes_elsewhere, strict=True):
+            changes = [0] * (len(self.order) + 1)
+            for size, first, last in zip(self.sizes, self.first, self.last, strict=True):
+                if size:
+                    changes[first] += num_bytes[size]
+                    changes[last + 1] -= num_bytes[size]
+            changes[0] += sum(sizes.value_of_terms(sizes.table[copy.size]) for copy in copies)
+            found.append(list(accumulate(changes[:-1])))
+        return found
 
     def _write_over_inputs(self) -> None:
         """A loop writes its result over an input of the same size that nobody reads later: that one ends before it."""

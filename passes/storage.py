@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -102,6 +102,13 @@ def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None)
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )
+
+
+def storages_at(storages: Storages, sizes: Sizes) -> Storages:
+    """The same memory at other sizes of the same symbols."""
+    table = sizes.table
+    workspace = {i: (sizes.value_of_terms(table[size]), size) for i, (_, size) in storages.workspace.items()}
+    return replace(storages, sizes=sizes, own_bytes=_as_bytes(storages.own_sizes, sizes), workspace=workspace)
 
 
 def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from .joint_graph import describe_value
 from .op_call import TensorSpec, spec_of
 from .torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
 
@@ -57,6 +58,60 @@ class SizeSymbol:
     """What a size that only the data tells is known not to exceed, in terms of other symbols."""
 
 
+class Forms:
+    """Tensors and bytes of one graph in terms of its symbols: found once, read at all sizes."""
+
+    def __init__(self) -> None:
+        self._specs: dict[int, TensorSpec] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._texts: dict[TensorSpec, str] = {}
+        self._number_of_spec: dict[TensorSpec, int] = {}
+        self._number_of_terms: dict[Terms, int] = {(): 0}
+        self.table: list[Terms] = [()]
+        """Distinct sizes in bytes; a size is known by its position here. The first is nothing."""
+
+    def of(self, size: int | torch.SymInt) -> Any:
+        """A size as it is: a number, or an expression of symbols."""
+        return size if isinstance(size, int) else expression_of(size)
+
+    def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor with expressions for sizes. Asking a tensor for those is slow, and every reader does."""
+        spec = self._specs.get(id(tensor))
+        if spec is None:
+            spec = self._specs[id(tensor)] = spec_of(tensor, self.of)
+            self._tensors.append(tensor)  # another one would not be told from it if it were gone
+        return spec
+
+    def text_of(self, value: object) -> str:
+        """What a node returns, as text."""
+        if not isinstance(value, torch.Tensor):
+            return describe_value(value)
+        spec = self.spec_of(value)
+        text = self._texts.get(spec)
+        if text is None:
+            text = self._texts[spec] = describe_value(value)
+        return text
+
+    def size_number(self, tensor: torch.Tensor) -> int:
+        """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
+        spec = self.spec_of(tensor)
+        number = self._number_of_spec.get(spec)
+        if number is None:
+            product: Any = tensor.element_size()
+            for factor in spec.shape:
+                product = factor * product
+            number = self._number_of_spec[spec] = self.number_of(terms_of(product))
+        return number
+
+    def number_of(self, terms: Terms) -> int:
+        """The position in the table of a polynomial."""
+        number = self._number_of_terms.get(terms)
+        if number is None:
+            number = self._number_of_terms[terms] = len(self.table)
+            self.table.append(terms)
+        return number
+
+
 class Sizes:
     """Numbers for the symbols of one graph, and for every size that is computed from them."""
 
@@ -66,14 +121,14 @@ class Sizes:
         values: Mapping[sympy.Symbol, int],
         bounds: Mapping[sympy.Symbol, sympy.Expr],
         origins: Mapping[sympy.Symbol, Origin],
+        forms: Forms | None = None,
     ) -> None:
         self.shape_env, self.values, self.bounds, self.origins = shape_env, dict(values), dict(bounds), dict(origins)
+        self.forms = Forms() if forms is None else forms
+        """What is the same whatever the symbols stand for."""
+        self.table = self.forms.table
         self._numbers: dict[Any, int] = {}
-        self._size_numbers: dict[Any, int] = {}
-        self._specs: dict[int, TensorSpec] = {}
-        self._number_of_terms: dict[Terms, int] = {(): 0}
-        self.table: list[Terms] = [()]
-        """Distinct sizes in bytes; a size is known by its position here. The first is nothing."""
+        self._specs: dict[TensorSpec, TensorSpec] = {}
 
     @staticmethod
     def find(nodes: Iterable[fx.Node], unbacked_hint: int | None = None) -> Sizes:
@@ -103,7 +158,7 @@ class Sizes:
         chosen = {**self.values, **values}
         for symbol, bound in self.bounds.items():
             chosen[symbol] = int(bound.xreplace(_integers(chosen))) if bound.free_symbols else int(bound)
-        return Sizes(self.shape_env, chosen, self.bounds, self.origins)
+        return Sizes(self.shape_env, chosen, self.bounds, self.origins, self.forms)
 
     def of(self, size: int | torch.SymInt) -> int:
         """The number that a size stands for."""
@@ -122,41 +177,31 @@ class Sizes:
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Bytes of a tensor's elements."""
-        num_bytes: int = tensor.element_size()
-        for size in tensor.shape:
-            num_bytes *= self.of(size)
-        return num_bytes
+        return spec_of(tensor, self.of).num_bytes if not self.values else self.spec_of(tensor).num_bytes
 
     def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
         """Describe a tensor, without guarding on its symbolic sizes."""
         if not self.values:
             return spec_of(tensor)
-        # Asking a tensor for symbolic sizes is slow, and every reader asks again.
-        spec = self._specs.get(id(tensor))
+        form = self.forms.spec_of(tensor)
+        spec = self._specs.get(form)
         if spec is None:
-            spec = self._specs[id(tensor)] = spec_of(tensor, self.of)
+            shape, stride = (tuple([self._number(size) for size in sizes]) for sizes in (form.shape, form.stride))
+            spec = self._specs[form] = TensorSpec(shape, stride, form.dtype, form.device)
         return spec
+
+    def _number(self, size: Any) -> int:
+        return size if isinstance(size, int) else self.value_of(size)
 
     # ---------------------------------------------------------------------------------------------- polynomials
 
     def size_number(self, tensor: torch.Tensor) -> int:
         """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
-        key = (tensor.element_size(), *_expressions(tensor.shape))
-        number = self._size_numbers.get(key)
-        if number is None:
-            product: Any = 1
-            for factor in key:
-                product = factor * product
-            number = self._size_numbers[key] = self.number_of(terms_of(product))
-        return number
+        return self.forms.size_number(tensor)
 
     def number_of(self, terms: Terms) -> int:
         """The position in the table of a polynomial."""
-        number = self._number_of_terms.get(terms)
-        if number is None:
-            number = self._number_of_terms[terms] = len(self.table)
-            self.table.append(terms)
-        return number
+        return self.forms.number_of(terms)
 
     def value_of_terms(self, terms: Terms) -> int:
         """The number that a polynomial stands for."""

@@ -21,7 +21,7 @@ from .plan import SymbolRange
 from .plan_times import find_prices, with_times
 from .polynomials import Line, NotPolynomial
 from .prices import Prices, schedule_total
-from .ranges import LARGEST_SIZE, Counts, at_sizes, byte_limits, largest_where, region_counts
+from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
 from .schedule import Schedule
 from .shares import Shares
 from .simulate import simulate
@@ -126,7 +126,7 @@ def _best_cut(
     cut = problem.cut()
 
     def is_cheapest(at: Sizes) -> bool:
-        other, _ = at_sizes(problem, request.cost_model, at, fuses=request.fuses)
+        other = problem_at(problem, request.cost_model, at)
         return other.price_of(cut) <= other.cut().price
 
     try:
@@ -202,7 +202,7 @@ def _best_found(
     except (NotPolynomial, TooLong):
 
         def is_best(at: Sizes) -> bool:
-            return pool.is_best(at_sizes(problem, request.cost_model, at, fuses=request.fuses)[0], at)
+            return pool.is_best(problem_at(problem, request.cost_model, at), at)
 
         yield from _sampled(is_best, sizes, symbol, "best", among=among)
 

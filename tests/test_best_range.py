@@ -19,7 +19,7 @@ from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import SymbolRange
 from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from remat.passes.prices import general_prices
-from remat.passes.ranges import at_sizes
+from remat.passes.ranges import at_sizes, problem_at
 from remat.passes.simulate import simulate
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
@@ -96,14 +96,14 @@ def test_cut_proved_for_a_range_is_the_cheapest_choice_at_sizes_in_it(number: in
     with FakeTensorMode(shape_env=env):
         found = problem(number, symbol(env, "n", rng.randint(8, 64)))
     sizes = Sizes.find(found.graph.nodes)
-    found, _ = at_sizes(found, model, sizes, fuses=False)
+    found = problem_at(found, model, sizes)
     proof = CutProof(found, general_prices(found.graph, model, sizes, found.costs), line_of(found.graph, sizes))
     (row,) = validity._proved(proof, sizes, sizes.backed[0], "best", [sizes.values[sizes.backed[0]]])
     assert row.is_proved
     cut, highest = found.cut(), 10**5 if row.high is None else row.high
     rounding = 2 * len(found.bases)
     for value in (row.low, highest, *(rng.randint(row.low, highest) for _ in range(5))):
-        other, _ = at_sizes(found, model, proof.line.at(value), fuses=False)
+        other = problem_at(found, model, proof.line.at(value))
         assert other.price_of(cut) <= (1 + 1e-4) * other.cut().price + rounding
     for value in (row.low - 1, None if row.high is None else row.high + 1):
         if value is not None and value >= 2:
@@ -219,7 +219,7 @@ def test_plan_is_the_fastest_found_in_all_of_its_range_and_not_beyond(name: str,
 
 def slower_by(prepared: Prepared, chosen: Chosen, request: Request, at: Sizes, slack: float = 60.0) -> float:
     """By how many ticks a plan is slower at some sizes than the fastest one found; very much if it does not fit."""
-    problem, storages = at_sizes(prepared.problem, request.cost_model, at, fuses=request.fuses)
+    problem, storages = at_sizes(prepared.problem, prepared.storages, request.cost_model, at)
     budget = request.budget
     assert budget is not None
     whole = Planner(problem, storages).without_recompute.peak_bytes

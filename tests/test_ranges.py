@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +16,18 @@ import pytest
 import torch
 from dynamic_programs import PROGRAMS, batch, train, unmarked
 from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
-from joints import capture
+from joints import Joint, capture
+from remat.passes import flow
 from remat.passes.budget import Budget, Planner
+from remat.passes.chain_planner import Chain
 from remat.passes.choose import Chosen
-from remat.passes.cost import Machine, Roofline
+from remat.passes.cost import Likes, Machine, Roofline
 from remat.passes.expressions import is_true, rounded
+from remat.passes.improve import Improver
+from remat.passes.ladder import NUM_CUTS
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.ranges import at_sizes
+from remat.passes.simulate import Simulator
 from torch import nn
 
 import remat
@@ -295,7 +305,7 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
     plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     rows, length = sorted(sizes.backed, key=lambda symbol: sizes.values[symbol])
-    largest = at_sizes(plain.problem, model, sizes.at({rows: 64, length: 4096}), fuses=fuses)
+    largest = at_sizes(plain.problem, plain.storages, model, sizes.at({rows: 64, length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
@@ -305,7 +315,7 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
             given = {rows: int(2 ** rng.uniform(1, 6)), length: int(2 ** rng.uniform(4, 12))}
         values = {symbol.name: value for symbol, value in given.items()}
         if not any(all(is_true(guard, values) for guard in chosen.plan.guards) for chosen in found):
-            problem, storages = at_sizes(plain.problem, model, sizes.at(given), fuses=fuses)
+            problem, storages = at_sizes(plain.problem, plain.storages, model, sizes.at(given))
             found.append(choose(Prepared(problem, storages, plain.num_fwd_outputs), request))
         covering = [c.plan for c in found if all(is_true(guard, values) for guard in c.plan.guards)]
         assert covering, "a plan does not cover the sizes that it was made for"
@@ -325,7 +335,7 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
     plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     (length,) = sizes.backed
-    largest = at_sizes(plain.problem, model, sizes.at({length: 4096}), fuses=fuses)
+    largest = at_sizes(plain.problem, plain.storages, model, sizes.at({length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
@@ -335,7 +345,7 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
         values = {length.name: value}
         if any(all(is_true(guard, values) for guard in chosen.plan.guards) for chosen in found):
             continue
-        problem, storages = at_sizes(plain.problem, model, sizes.at({length: value}), fuses=fuses)
+        problem, storages = at_sizes(plain.problem, plain.storages, model, sizes.at({length: value}))
         chosen = choose(Prepared(problem, storages, plain.num_fwd_outputs), request)
         assert all(is_true(guard, values) for guard in chosen.plan.guards)
         found.append(chosen)
@@ -401,3 +411,93 @@ def test_stream_of_batches_of_all_shapes_stays_below_torchs_limit() -> None:
             x = torch.randn(rows, length, 16)
             compiled(x).backward()
     assert len(graphs) <= MAX_COMPILATIONS, [graph.plan.guards for graph in graphs]
+
+
+# ------------------------------------------------------------------------------------------------- work
+
+
+@dataclass
+class Work:
+    """What planning was made of."""
+
+    graphs_read: int = 0
+    searches: int = 0
+    chains: int = 0
+    cuts: int = 0
+    nodes_simulated: int = 0
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    work = Work()
+
+    def count(owner: Any, name: str, field: str, amount: Callable[[Any], int] = lambda _: 1) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            setattr(work, field, getattr(work, field) + amount(result))
+            return result
+
+        patch.setattr(owner, name, staticmethod(counting) if owner is Likes else counting)
+
+    with monkeypatch.context() as patch:
+        count(Likes, "find", "graphs_read")
+        count(Improver, "within", "searches")
+        count(Chain, "_options", "chains")
+        count(flow, "solve_network", "cuts")
+        count(Simulator, "run", "nodes_simulated", lambda simulation: len(simulation.order))
+        yield work
+
+
+@cache
+def attentive_joint(fixed: tuple[int, ...]) -> Joint:
+    """Trace for one batch of four rows; the dimensions that are not fixed are symbols."""
+    x = torch.randn(4, 64, 16, requires_grad=True)
+    for dim in fixed:
+        torch._dynamo.mark_static(x, dim)
+    return capture(Attentive(6), x, dynamic=len(fixed) < 3)
+
+
+def work_of_planning(budget_bytes: int | None, fixed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Work:
+    joint = attentive_joint(fixed)
+    budget = None if budget_bytes is None else Budget("bytes", num_bytes=budget_bytes)
+    request = Request(Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses=False), budget)
+    with counted(monkeypatch) as work:
+        prepared = prepare(copy.deepcopy(joint.module), request, num_fwd_outputs=joint.num_fwd_outputs)
+        assert len(prepared.storages.sizes.backed) == 3 - len(fixed)
+        choose(prepared, request)
+    return work
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # copying a traced graph copies its pytree specs, which warn
+@pytest.mark.parametrize("part", [None, 1.25, 0.75, 0.375, "lowest"])
+def test_planning_with_symbols_is_hardly_more_work_than_with_fixed_sizes(
+    part: float | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One search, whichever range a batch is in; the graph is read once, whatever the sizes."""
+    fastest, lowest = attentive_peaks()
+    budget_bytes = None if part is None else int(1.05 * lowest if part == "lowest" else part * fastest)
+    expected = work_of_planning(budget_bytes, (0, 1, 2), monkeypatch)
+    for fixed in ((0, 2), (2,)):
+        work = work_of_planning(budget_bytes, fixed, monkeypatch)
+        assert work.graphs_read == 1
+        assert work.searches <= max(1, expected.searches), (work, expected)
+        assert work.chains <= max(1, expected.chains), (work, expected)
+        # How many stages of backward are cut for depends on where the peak moves, which is not the same at all sizes.
+        assert work.cuts <= expected.cuts + 2 * NUM_CUTS, (work, expected)
+        assert work.nodes_simulated <= 1.5 * expected.nodes_simulated + LONGEST_STEP, (work, expected)
+
+
+LONGEST_STEP = 1_500
+"""More nodes than a step of the graph runs."""
+
+
+@cache
+def attentive_peaks() -> tuple[int, int]:
+    """The peaks of the fastest plan and of the lowest one."""
+    joint = attentive_joint((0, 1, 2))
+    request = Request(Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses=False))
+    prepared = prepare(copy.deepcopy(joint.module), request, num_fwd_outputs=joint.num_fwd_outputs)
+    planner = Planner(prepared.problem, prepared.storages)
+    return planner.fastest.peak_bytes, planner.lowest.peak_bytes

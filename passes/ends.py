@@ -1,0 +1,94 @@
+"""Plan for the end of a range of sizes, and for its other ends at the same time.
+
+Where several sizes change, a range ends in several directions, and a plan has to fit at all of its ends. One search
+does: schedules are made with the prices and sizes of the first end, and each is judged by the most memory that it takes
+at any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
+from .chain_planner import Script
+from .flow import FlowProblem
+from .schedule import Schedule, Scheduler
+from .simulate import Simulation, Simulator
+from .storage import Storages
+from .symbols import Sizes
+
+
+class EndPlanner(Planner):
+    """Makes schedules for one end of a range, and judges them at all of its ends."""
+
+    def __init__(
+        self, problem: FlowProblem, storages: Storages, others: Sequence[Sizes] = (), scheduler: Scheduler | None = None
+    ) -> None:
+        super().__init__(problem, storages, scheduler)
+        self.others = tuple(others)
+        """The ends beside the one that schedules are made for."""
+        self.judge = Simulator(problem.graph, storages, self.others) if others else self.simulator
+        self._written: dict[Script, Schedule] = {}
+        """Scripts that were turned into schedules before."""
+
+    def _simulated(self, schedule: Schedule) -> Simulation:
+        return self.judge.run(schedule)
+
+    def _write(self, script: Script) -> Schedule:
+        return self._written.get(script) or super()._write(script)
+
+    def reachable(self, budget_bytes: int) -> tuple[bool, ...]:
+        """Per end, the first one's own first: does any of the schedules fit there that take the least memory?
+
+        Looking at a few of them takes a fraction of what it takes to find out for certain that nothing fits.
+        """
+        found = [False] * (1 + len(self.others))
+        for offer in self._low_offers(budget_bytes):
+            fits = [peak <= budget_bytes for peak in _peaks(offer)]
+            found = [a or b for a, b in zip(found, fits, strict=True)]
+            if all(found):
+                break
+        return tuple(found)
+
+    def _low_offers(self, budget_bytes: int) -> Iterator[Offer]:
+        programme = self._programme(int(HEADROOM * budget_bytes))
+        for level in programme.feasible_levels[:LEVELS_TRIED]:
+            yield self._following(programme.script(level))
+        yield self._keeping(self.ladder_beyond(-1)[-1].saved)
+
+    def only(self, is_wanted: Sequence[bool]) -> EndPlanner:
+        """The same with fewer ends; the first one stays."""
+        if all(is_wanted):
+            return self
+        others = [end for end, wanted in zip(self.others, is_wanted[1:], strict=True) if wanted]
+        fewer = EndPlanner(self.problem, self.storages, others, self.scheduler)
+        fewer.__dict__["chain"] = self.chain
+        fewer._ladders, fewer._programmes = self._ladders, self._programmes
+        fewer._written = {script: offer.schedule for script, offer in self.chain_offers.items()}
+        return fewer
+
+    def refine(self, planner: Planner, budget_bytes: int) -> None:
+        """Search around the lowest schedule of another planner of the same graph, which is known to fit.
+
+        It has looked at the graph as a chain already: what it believes of memory at its own sizes steers as well here.
+        """
+        self.__dict__["chain"] = planner.chain
+        self._written = {script: offer.schedule for script, offer in planner.chain_offers.items()}
+        lowest = planner.lowest
+        offers = [self._offer(lowest.schedule, lowest.planner)]
+        offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
+        offers += self.improver.within(offers, budget_bytes)
+        self.rivals += [self.fastest, *offers]
+
+    def best(self, budget_bytes: int) -> list[Offer]:
+        """Of all that was found, what fits at every end at which anything does; the fastest first."""
+        rivals = self.rivals or [self.fastest]
+        fits = [tuple([peak <= budget_bytes for peak in _peaks(offer)]) for offer in rivals]
+        can_fit = tuple(any(column) for column in zip(*fits, strict=True))
+        fitting = [offer for offer, row in zip(rivals, fits, strict=True) if row == can_fit] if any(can_fit) else []
+        return sorted(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes))
+
+
+def _peaks(offer: Offer) -> Sequence[int]:
+    """The peak at each of the ends."""
+    return offer.simulation.peaks or (offer.peak_bytes,)
