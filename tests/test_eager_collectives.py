@@ -16,6 +16,7 @@ from remat.passes.policy import PolicyError
 from remat.passes.schedule import schedule_backward
 from remat.passes.verify import verify_schedule
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._prims.rng_prims import run_and_save_rng_state
 
 from remat.policies import recompute_all
 from remat.region import checkpoint_region
@@ -226,3 +227,13 @@ def test_result_that_is_written_only_in_the_wait_is_kept(x, answer, is_async):
     function(x).sum().backward()
     checkpoint_region(policy=lambda ctx, op, *args, **kwargs: answer)(function)(y).sum().backward()
     assert torch.equal(x.grad, y.grad)
+
+
+def test_a_higher_order_op_runs_in_a_region_whose_collectives_are_watched(x):
+    def function(x):
+        _, kept = run_and_save_rng_state(torch.ops.aten.abs.default, x.detach())
+        return (x * kept).sin()
+
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    (found,) = torch.autograd.grad(checkpoint_region(function)(x).sum(), x)
+    assert torch.equal(found, expected)
