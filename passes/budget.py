@@ -171,6 +171,16 @@ class Planner:
         is_hopeless = bound < self.simulator.least_bytes() and not self.storages.sizes.symbols
         return None if is_hopeless else self.within(bound)
 
+    def least_ticks(self, budget_bytes: int) -> int:
+        """No plan within a budget adds less to the step, however often it recomputes.
+
+        All that it keeps is alive at the end of forward, so it keeps no more than the budget; and of choices that keep
+        no more, the cuts at all prices are known to be the cheapest (a Lagrangian bound).
+        """
+        if self.fastest.peak_bytes <= budget_bytes:
+            return self.fastest.extra_ticks
+        return max(0, *(int(rung.least_ticks(budget_bytes)) for rung in self.ladder_beyond(-1)))
+
     @property
     def margin(self) -> float:
         """What is left free of a budget."""

@@ -39,6 +39,8 @@ class Picked:
     shares: tuple[RegionShare, ...] = ()
     rivals: tuple[Schedule, ...] = ()
     """What it was compared with."""
+    least_ticks: int | None = None
+    """What no schedule within the budget of the whole graph undercuts; None if it has none, or exceeds it."""
 
     def shares_in(self, graph: JointGraph, simulation: Simulation) -> tuple[RegionShare, ...]:
         """What the regions with a budget take in another simulation of the same schedule."""
@@ -82,7 +84,8 @@ def pick_from(planner: Planner, budget: Budget | None) -> Picked:
     budget_bytes = budget.resolve(planner)
     offer = planner.within_safely(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
     rivals = tuple(rival.schedule for rival in planner.rivals)
-    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals)
+    least = planner.least_ticks(budget_bytes) if offer.peak_bytes <= budget_bytes else None
+    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals, least_ticks=least)
 
 
 def write_plan(
@@ -103,6 +106,8 @@ def write_plan(
         shares=picked.shares,
         symbols=describe(sizes),
         forward_seconds=sum(problem.costs.run_ticks[i] for i in offer.schedule.forward) / TICKS_PER_SECOND,
+        extra_seconds=offer.extra_ticks / TICKS_PER_SECOND,
+        least_extra_seconds=None if picked.least_ticks is None else picked.least_ticks / TICKS_PER_SECOND,
     )
     return Chosen(plan, offer.schedule, rivals=picked.rivals)
 

@@ -34,6 +34,12 @@ class Rung:
     """The bytes of those that have a price."""
     ticks: int
     """What it costs without the price of bytes."""
+    ticks_per_byte: float = 0.0
+    """The price at which it is the cheapest."""
+
+    def least_ticks(self, num_bytes: float) -> float:
+        """What any choice costs that keeps no more bytes: at this rung's price none is cheaper than the rung."""
+        return self.ticks + self.ticks_per_byte * (self.priced_bytes - num_bytes) - len(self.saved)
 
 
 def ladder(problem: FlowProblem, kept: Collection[int] = (), unpriced: Collection[int] = ()) -> tuple[Rung, ...]:
@@ -74,4 +80,5 @@ def _rung(problem: FlowProblem, ticks_per_byte: float, kept: Collection[int], un
     cut = problem.cut(ticks_per_byte, kept, unpriced)
     saved = tuple(v for v, choice in enumerate(cut.choices) if choice is Choice.SAVE)
     priced = [problem.num_bytes(v) for v in saved if v not in unpriced and v not in kept]
-    return Rung(saved, sum(priced), cut.price - sum(round(ticks_per_byte * num_bytes) for num_bytes in priced))
+    ticks = cut.price - sum(round(ticks_per_byte * num_bytes) for num_bytes in priced)
+    return Rung(saved, sum(priced), ticks, ticks_per_byte)

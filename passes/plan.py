@@ -17,11 +17,12 @@ from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
 from .symbols import SizeSymbol
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON form; a reader refuses what it does not know."""
 
-READABLE = (2, 3, FORMAT)
-"""Format 2 had nothing to say of sizes that are symbols, format 3 nothing of times at other sizes."""
+READABLE = (2, 3, 4, FORMAT)
+"""Format 2 had nothing to say of sizes that are symbols, format 3 nothing of times at other sizes, format 4 nothing of
+what no plan within the budget undercuts."""
 
 
 class Action(Enum):
@@ -157,6 +158,10 @@ class Plan:
     """At most how many plans serve all sizes of this graph, each in its range; None if this one serves all of them."""
     forward_seconds: float | None = None
     """What running forward once more would take, by the cost model; None if an earlier version made the plan."""
+    extra_seconds: float | None = None
+    """What keeping and recomputing add to the step, by the cost model; None if an earlier version made the plan."""
+    least_extra_seconds: float | None = None
+    """What no plan within the budget undercuts, by the cost model; None without a budget, or if this one exceeds it."""
     times: TimeExpressions | None = None
     """Times at other sizes; None if no size is a symbol, or nobody asked."""
 
@@ -233,7 +238,9 @@ class Plan:
             f"  peak                {mebibytes(self.peak.num_bytes)}  predicted for {self.peak.executor}; {where}",
         ]
         if self.budget_bytes is not None:
-            lines.append(f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}")
+            lines.append(
+                f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}{self.bound_text()}"
+            )
         lines += [
             f"  region              {mebibytes(share.predicted_bytes)}  of {mebibytes(share.budget_bytes).strip()}: "
             f"{share.path}"
@@ -250,6 +257,13 @@ class Plan:
                 f"  {d.value:{width}}  {mebibytes(d.num_bytes)}  {d.reason.value}  {d.source}".rstrip() for d in largest
             ]
         return "\n".join(lines)
+
+    def bound_text(self) -> str:
+        """What the plan adds to the step, beside what any plan within its budget does; empty if that is not known."""
+        if self.extra_seconds is None or self.least_extra_seconds is None:
+            return ""
+        added, least = 1e3 * self.extra_seconds, 1e3 * self.least_extra_seconds
+        return f"; adds {added:.2f} ms (estimated), no plan within it less than {least:.2f}"
 
     def __str__(self) -> str:
         return self.summary()

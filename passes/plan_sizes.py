@@ -38,6 +38,8 @@ def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
         decisions=tuple(_decision_at(d, values) for d in plan.decisions),
         peak=replace(plan.peak, num_bytes=peak_bytes, node="", source="", alive=()),
         peak_without_recompute_bytes=None,
+        extra_seconds=None,
+        least_extra_seconds=None,
         shares=(),
         symbols=symbols,
         forward_seconds=_forward_seconds(plan, values),

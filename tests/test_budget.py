@@ -295,3 +295,17 @@ def test_least_budget_that_an_error_names_may_be_given() -> None:
     with pytest.raises(remat.InfeasibleBudget, match="Give at least 1024 bytes"):
         Budget("1B", num_bytes=1).when_infeasible(planner, 1)
     assert parse_budget(1024).num_bytes == 1024
+
+
+def test_plan_says_what_it_adds_and_what_no_plan_within_its_budget_undercuts() -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layers(x).sum()
+
+    (plan,) = remat.explain(loss, torch.randn(64, 32), memory_budget=0.6, inner="aot_eager").plans
+    assert 0 < plan.least_extra_seconds <= plan.extra_seconds
+    assert f"adds {1e3 * plan.extra_seconds:.2f} ms (estimated), no plan within it less than" in str(plan)
+    (free,) = remat.explain(loss, torch.randn(64, 32), inner="aot_eager").plans
+    assert free.least_extra_seconds is None
+    assert "no plan within it" not in str(free)

@@ -229,19 +229,27 @@ def test_wrong_size_on_the_command_line_names_the_symbols(
     assert message.format(name=name) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [2, 3])
+SAID_SINCE = {
+    5: ("extra_seconds", "least_extra_seconds"),
+    4: ("times", "forward_seconds"),
+    3: ("symbols", "ranges", "guards"),
+}
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
 def test_plan_of_a_format_before_is_still_read(stored: Path, number: int) -> None:
-    """What was not said then is not known: sizes in format 2, times at other sizes in both."""
+    """What was not said then is not known: sizes in format 2, times at other sizes up to 3, bounds up to 4."""
     plan = remat.Plan.load(stored)
     data = {**json.loads(plan.to_json()), "format": number}
-    for later in ("times", "forward_seconds", *(("symbols", "ranges", "guards") if number == 2 else ())):
+    for later in (name for since, names in SAID_SINCE.items() if since > number for name in names):
         del data[later]
-    for decision in data["decisions"]:
+    for decision in data["decisions"] if number < 4 else ():
         del decision["save_expression"], decision["recompute_expression"]
     read = remat.Plan.from_json(json.dumps(data))
     assert [d.num_bytes for d in read.decisions] == [d.num_bytes for d in plan.decisions]
     assert read.order == plan.order
-    assert read.times is None
+    assert read.bound_text() == ""
+    assert (read.times is None) == (number < 4)
     if number == 3:
         moved = read.at({plan.symbols[0].name: 512})
         assert moved.recompute_seconds == plan.recompute_seconds

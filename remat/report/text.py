@@ -60,7 +60,7 @@ def _graph_summary(report: Report, number: int) -> Iterator[str]:
     if peak.source:
         yield f"  {'':32}  {_clipped(short_source(peak.source), WIDTH - 36)}"
     if plan.budget_bytes is not None:
-        yield f"  budget              {size(plan.budget_bytes):>12}  planner: {plan.planner}"
+        yield f"  budget              {size(plan.budget_bytes):>12}  planner: {plan.planner}{plan.bound_text()}"
     if plan.peak_without_recompute_bytes is not None:
         yield f"  keeping everything  {size(plan.peak_without_recompute_bytes):>12}"
     for title, text in size_lines(plan):
