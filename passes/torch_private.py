@@ -174,6 +174,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "queue_after_backward",
     "redirect_compiled_code_to",
+    "redispatch_watched_higher_order_op",
     "redispatch_watched_op",
     "run_and_save_rng_state",
     "run_uncompiled",
@@ -700,6 +701,12 @@ def is_below_autograd() -> bool:
 def redispatch_watched_op(keyset: DispatchKeySet, op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
     """Go on with a watched op as if it were none, so that ops which it is made of are watched in turn."""
     return op.redispatch(keyset & _BELOW_OP_WATCH, *args, **kwargs)
+
+
+def redispatch_watched_higher_order_op(op: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+    """The same for an op of higher order."""
+    keyset = _ops._compute_keyset(args, kwargs, op.non_fallthrough_keys & _BELOW_OP_WATCH)  # type: ignore[no-untyped-call]
+    return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # -------------------------------------------------------------------------------------------------- ranks

@@ -8,7 +8,8 @@ so sees what it would see if it were there all the time: ops below autograd, and
 outermost. All other ops take no notice of the key.
 
 Which ops a mode is entered for depends on op and policy, and on nothing that is learnt on the way: a forward and its
-recomputation must agree on it.
+recomputation must agree on it, since they match ops by how often each was seen. So an op that passes does so as if it
+had no kernel, and a kernel that was added after a forward began passes for that forward's recomputation, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from remat.eager.execution import local
@@ -37,9 +40,11 @@ from remat.passes.torch_private import (
     peek_functorch_stack,
     pop_mode,
     push_mode,
+    redispatch_watched_higher_order_op,
     redispatch_watched_op,
     set_unwatched,
     set_watching_ops,
+    top_saved_tensors_hooks,
     watch_higher_order_ops,
     watch_op,
 )
@@ -117,10 +122,18 @@ class _Watch:
         self._without_kernel: set[str] = set()
         self._num_definitions = self._num_higher_order_ops = 0  # when ops were looked through last
 
-    def start(self) -> bool:
-        """Have the ops of this thread watched; False if kernels are missing that cannot be added now."""
+    @property
+    def num_kernels(self) -> int:
+        """How many there are by now; they are numbered as they come."""
+        return len(self._with_kernel) + self._num_higher_order_ops
+
+    def start(self, is_again: bool) -> bool:
+        """Have the ops of this thread watched; False if kernels are missing that cannot be added now.
+
+        A recomputation has all kernels that its forward had, and takes no notice of others.
+        """
         with self._lock:
-            if self._num_definitions != num_op_definitions() and not self._complete():
+            if not is_again and self._num_definitions != num_op_definitions() and not self._complete():
                 return False
             self._num_threads += 1
         set_watching_ops(True)
@@ -152,8 +165,8 @@ class _Watch:
         for name in all_op_names():
             if name not in self._with_kernel and name not in self._without_kernel:
                 self._add_kernel(name) if self._needs_kernel(name) else self._without_kernel.add(name)
-        first, self._num_higher_order_ops = self._num_higher_order_ops, num_higher_order_ops()
-        watch_higher_order_ops(first, _on_higher_order_op)
+        watch_higher_order_ops(self._num_higher_order_ops, partial(_on_higher_order_op, self.num_kernels))
+        self._num_higher_order_ops = num_higher_order_ops()
         return True
 
     def _needs_kernel(self, name: str) -> bool:
@@ -169,7 +182,7 @@ class _Watch:
         return any(policy.may_save(name) for policy in self._policies)
 
     def _add_kernel(self, name: str) -> None:
-        watch_op(name, _kernel(name))
+        watch_op(name, _kernel(name, self.num_kernels))
         self._with_kernel.add(name)
 
 
@@ -190,7 +203,7 @@ def handled_by(policy: Any) -> Handled | None:
     return found
 
 
-def start() -> bool | None:
+def start(is_again: bool) -> bool | None:
     """Watch the ops of this thread; say whether they were watched before, or None if they cannot be.
 
     Ops of a trace, which stand for others, are not watched, nor is what happens inside of one that is.
@@ -199,7 +212,7 @@ def start() -> bool | None:
         return None
     if is_watching_ops():
         return None if is_unwatched() else True
-    return False if _watch.start() else None
+    return False if _watch.start(is_again) else None
 
 
 def stop(was_watching: bool) -> None:
@@ -208,34 +221,57 @@ def stop(was_watching: bool) -> None:
         _watch.stop()
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+def num_kernels() -> int:
+    """How many kernels there are by now."""
+    return _watch.num_kernels
+
+
+def note_own_hooks(pack: CodeType) -> None:
+    """Say that a saved-tensor hook is the engine's own, which runs no ops that anybody should see."""
+    _own_hooks.add(id(pack))
+
+
+_own_hooks: set[int] = set()  # by identity: the hash of a code object is computed from all of it
+
+
+def _has_hooks_of_others() -> bool:
+    """True if autograd hands what it saves to a hook inside the region, which may run ops that are the region's."""
+    hooks = top_saved_tensors_hooks(False)
+    return hooks is not None and id(getattr(hooks[0], "__code__", None)) not in _own_hooks
+
+
+def _kernel(name: str, number: int) -> Callable[..., Any]:
     """Return what is run instead of an op, where ops are watched."""
     op: Any = None  # looked up when it first runs: there are thousands
+    is_torchs_own = name.partition("::")[0] in _OWN_NAMESPACES
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal op
-        if op is None:
+        if op is None or not is_torchs_own:  # others may be defined anew
             op = find_op(_dotted(name))
         mode = _mode()
+        if mode is not None and number >= mode.num_kernels:
+            return _pass(keyset, op, args, kwargs, is_hiding=False)
         how = _NONE if mode is None else mode.watched.how(op)  # type: ignore[union-attr]
         if how is _NONE or (how is not _ANYWHERE and is_below_autograd()) or is_faking():
-            return _pass(keyset, op, args, kwargs)
-        if how is _KEEP and mode.may_keep_itself and peek_functorch_stack() is None:  # type: ignore[union-attr]
-            return mode.run_and_keep(op, args, kwargs)  # type: ignore[union-attr]
+            return _pass(keyset, op, args, kwargs, is_hiding=not is_torchs_own)
+        if how is _KEEP and mode.is_asked_above and not (peek_functorch_stack() or _has_hooks_of_others()):  # type: ignore[union-attr]
+            return mode.run_kept(op, args, kwargs)  # type: ignore[union-attr]
         return _run_under(mode, op, args, kwargs)
 
     return run
 
 
-def _pass(keyset: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op about which nothing is to be done; what it is made of is watched, as it is for ops without kernel.
+def _pass(keyset: Any, op: Any, args: Any, kwargs: Any, is_hiding: bool) -> Any:
+    """Run an op about which nothing is to be done; what it calls is watched, as it is for ops without kernel.
 
+    Of an op of somebody else's, that is hidden: its kernel may run above autograd, and no mode would see inside of it.
     Torch hands numbers that stand for tensors over as numbers, and does not take them back so.
     """
-    is_made_of_others = is_composite(op) or peek_functorch_stack() is not None
-    if is_made_of_others and not is_faking() and not _has_number_for_tensor(op, args):
-        return redispatch_watched_op(keyset, op, args, kwargs)
-    return _run_under(None, op, args, kwargs)
+    is_hiding = is_hiding and not is_composite(op) and peek_functorch_stack() is None
+    if is_hiding or is_faking() or _has_number_for_tensor(op, args):
+        return _run_under(None, op, args, kwargs)
+    return redispatch_watched_op(keyset, op, args, kwargs)
 
 
 def _has_number_for_tensor(op: Any, args: Any) -> bool:
@@ -248,8 +284,10 @@ def _dotted(name: str) -> str:
     return f"{namespace}.{rest}" if "." in rest else f"{namespace}.{rest}.default"
 
 
-def _on_higher_order_op(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_higher_order_op(number: int, op: Any, *args: Any, **kwargs: Any) -> Any:
     mode = _mode()
+    if mode is not None and number >= mode.num_kernels and not is_faking():
+        return redispatch_watched_higher_order_op(op, args, kwargs)
     is_handled = mode is not None and op in mode.watched and not is_faking()  # type: ignore[operator]
     return _run_under(mode if is_handled else None, op, args, kwargs)
 
@@ -259,6 +297,15 @@ def _mode() -> SelectiveMode | None:
     execution = local.execution
     mode: SelectiveMode | None = None if execution is None else execution.mode
     return None if mode is None or mode.watched is None or mode.num_suspensions else mode
+
+
+def run_unwatched(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op that has been watched, and all that it calls, seen by nobody."""
+    set_unwatched(True)
+    try:
+        return op._op(*args, **kwargs)
+    finally:
+        set_unwatched(False)
 
 
 def _run_under(mode: SelectiveMode | None, op: Any, args: Any, kwargs: Any) -> Any:
