@@ -129,6 +129,7 @@ __all__ = [
     "SavedTensor",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "accepts_numbers_for_tensors",
     "alias_of",
     "all_op_names",
     "compiled_code_key",
@@ -622,6 +623,11 @@ def num_op_definitions() -> int:
 def is_composite(op: OpOverload[..., Any]) -> bool:
     """True for an op that is made of others, which autograd sees in its place."""
     return op._can_decompose()
+
+
+def accepts_numbers_for_tensors(op: Any) -> bool:
+    """True for an op that may be called from Python with numbers that stand for tensors; also where none can."""
+    return not isinstance(op, OpOverload) or torch._C._should_allow_numbers_as_tensors(op.__name__.partition(".")[0])
 
 
 def is_composite_name(name: str) -> bool:

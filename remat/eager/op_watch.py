@@ -26,6 +26,7 @@ from remat.eager.execution import local
 from remat.eager.ops import SAC_IGNORED_OPS, op_facts
 from remat.passes.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAnswers, find_op
 from remat.passes.torch_private import (
+    accepts_numbers_for_tensors,
     all_op_names,
     is_below_autograd,
     is_composite,
@@ -54,6 +55,16 @@ if TYPE_CHECKING:
 
 _OWN_NAMESPACES = ("aten", "prims", "quantized")  # of torch: no op in there is effectful
 _RESERVED = "prim"  # a namespace in which torch lets nobody register anything
+# Torch's composite functions call these or others in their place, depending on whether there is a dispatch mode. There
+# may be one around a forward and none around its recomputation, or the other way round: only a mode that is always
+# there sees the same ops in both.
+_CALLED_DEPENDING_ON_MODES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view _reshape_alias squeeze unsqueeze max_pool2d_with_indices _ctc_loss linalg_eig _linalg_eigvals sum all "
+        "equal le ge new_ones logical_and_ fill_ zero_"
+    ).split()
+)
 
 
 class Handling(Enum):
@@ -195,12 +206,18 @@ def handled_by(policy: Any) -> Handled | None:
     if type(known) is not KnownAnswers:
         return None
     found: Handled | None = known.handled
-    if found is None and not policy.reads_names and policy.saved_names is not None:
+    if found is None and not policy.reads_names and _can_be_watched(policy.saved_names):
         found = Handled(policy.answer_for, policy.saved_names)
         if not _watch.add(found):
             return None
         known.handled = found
     return found
+
+
+def _can_be_watched(saved_names: frozenset[str] | None) -> bool:
+    if saved_names is None:
+        return False
+    return _CALLED_DEPENDING_ON_MODES.isdisjoint(name.partition(".")[0] for name in saved_names)
 
 
 def start(is_again: bool) -> bool | None:
@@ -269,7 +286,7 @@ def _pass(keyset: Any, op: Any, args: Any, kwargs: Any, is_hiding: bool) -> Any:
     Torch hands numbers that stand for tensors over as numbers, and does not take them back so.
     """
     is_hiding = is_hiding and not is_composite(op) and peek_functorch_stack() is None
-    if is_hiding or is_faking() or _has_number_for_tensor(op, args):
+    if is_hiding or is_below_autograd() or is_faking() or _has_number_for_tensor(op, args):
         return _run_under(None, op, args, kwargs)
     return redispatch_watched_op(keyset, op, args, kwargs)
 
@@ -303,9 +320,19 @@ def run_unwatched(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an op that has been watched, and all that it calls, seen by nobody."""
     set_unwatched(True)
     try:
-        return op._op(*args, **kwargs)
+        return _call(op, args, kwargs)
     finally:
         set_unwatched(False)
+
+
+def _call(op: Any, args: Any, kwargs: Any) -> Any:
+    """Call an op; by its other overloads where a number stands for a tensor and that is not accepted from Python."""
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError:
+        if accepts_numbers_for_tensors(op) or not _has_number_for_tensor(op, args):
+            raise
+    return op.overloadpacket(*args, **kwargs)
 
 
 def _run_under(mode: SelectiveMode | None, op: Any, args: Any, kwargs: Any) -> Any:
@@ -313,7 +340,7 @@ def _run_under(mode: SelectiveMode | None, op: Any, args: Any, kwargs: Any) -> A
     flags = None if mode is None else push_mode(mode)
     set_unwatched(True)
     try:
-        return op(*args, **kwargs)
+        return _call(op, args, kwargs)
     finally:
         set_unwatched(False)
         if flags is not None:
