@@ -22,6 +22,8 @@ from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from torch import is_inference_mode_enabled
+
 from remat.eager.execution import local
 from remat.eager.ops import SAC_IGNORED_OPS, op_facts
 from remat.passes.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAnswers, find_op
@@ -55,16 +57,18 @@ if TYPE_CHECKING:
 
 _OWN_NAMESPACES = ("aten", "prims", "quantized")  # of torch: no op in there is effectful
 _RESERVED = "prim"  # a namespace in which torch lets nobody register anything
+# Ops of which autograd saves no result. A result that it does save must be kept before that, so that it lives as long.
+_SAVED_BY_NOBODY_ELSE = frozenset(
+    f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution")
+)
 # Torch's composite functions call these or others in their place, depending on whether there is a dispatch mode. There
 # may be one around a forward and none around its recomputation, or the other way round: only a mode that is always
 # there sees the same ops in both.
-_CALLED_DEPENDING_ON_MODES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view _reshape_alias squeeze unsqueeze max_pool2d_with_indices _ctc_loss linalg_eig _linalg_eigvals sum all "
-        "equal le ge new_ones logical_and_ fill_ zero_"
-    ).split()
-)
+_CALLED_DEPENDING_ON_MODES = {
+    "aten::view", "aten::_reshape_alias", "aten::squeeze", "aten::unsqueeze", "aten::max_pool2d_with_indices",
+    "aten::_ctc_loss", "aten::linalg_eig", "aten::_linalg_eigvals", "aten::sum", "aten::all", "aten::equal", "aten::le",
+    "aten::ge", "aten::new_ones", "aten::logical_and_", "aten::fill_", "aten::zero_",
+}  # fmt: skip
 
 
 class Handling(Enum):
@@ -72,11 +76,13 @@ class Handling(Enum):
 
     NONE = "it passes"
     KEEP = "its result is kept, and nothing else is to be done about it"
-    UNDER_MODE = "it runs under the mode of its region"
+    SAVE = "its result is kept by the mode of its region, under which it runs"
+    UNDER_MODE = "it runs under the mode whether its result is kept or not"
     ANYWHERE = "so it does where autograd is switched off: torch's functions that make tensors are called like that"
 
 
-_NONE, _KEEP, _ANYWHERE = Handling.NONE, Handling.KEEP, Handling.ANYWHERE  # looked up once: every op asks for them
+# Looked up once: every op asks for them.
+_NONE, _KEEP, _UNDER_MODE, _ANYWHERE = Handling.NONE, Handling.KEEP, Handling.UNDER_MODE, Handling.ANYWHERE
 
 
 class Handled:
@@ -110,9 +116,10 @@ class Handled:
         answer = self._answer_for(op)
         if answer in RECOMPUTES:
             return Handling.NONE
-        # An op made of others is not what a mode would see, but those.
-        is_just_kept = facts.is_plain and not facts.is_view and answer not in OFFLOADS and not is_composite(op)
-        return Handling.KEEP if is_just_kept else Handling.UNDER_MODE
+        is_just_kept = (
+            facts.is_plain and answer not in OFFLOADS and op.name().partition(".")[0] in _SAVED_BY_NOBODY_ELSE
+        )
+        return Handling.KEEP if is_just_kept else Handling.SAVE
 
     def may_save(self, name: str) -> bool:
         """True unless the op of a name is none that the policy saves."""
@@ -270,23 +277,32 @@ def _kernel(name: str, number: int) -> Callable[..., Any]:
         if mode is not None and number >= mode.num_kernels:
             return _pass(keyset, op, args, kwargs, is_hiding=False)
         how = _NONE if mode is None else mode.watched.how(op)  # type: ignore[union-attr]
-        if how is _NONE or (how is not _ANYWHERE and is_below_autograd()) or is_faking():
+        if how is _NONE or not (how is _ANYWHERE or _is_seen(how)) or is_faking() or peek_functorch_stack() is not None:
             return _pass(keyset, op, args, kwargs, is_hiding=not is_torchs_own)
-        if how is _KEEP and mode.is_asked_above and not (peek_functorch_stack() or _has_hooks_of_others()):  # type: ignore[union-attr]
+        if how is _KEEP and mode.is_asked_above and not _has_hooks_of_others():  # type: ignore[union-attr]
             return mode.run_kept(op, args, kwargs)  # type: ignore[union-attr]
         return _run_under(mode, op, args, kwargs)
 
     return run
 
 
+def _is_seen(how: Handling) -> bool:
+    """True unless an op is called by another one's kernel, and not by the program.
+
+    In inference mode nobody can tell. Nothing is saved there: it is of no use to a backward.
+    """
+    return how is _UNDER_MODE if is_inference_mode_enabled() else not is_below_autograd()
+
+
 def _pass(keyset: Any, op: Any, args: Any, kwargs: Any, is_hiding: bool) -> Any:
     """Run an op about which nothing is to be done; what it calls is watched, as it is for ops without kernel.
 
     Of an op of somebody else's, that is hidden: its kernel may run above autograd, and no mode would see inside of it.
+    torch.func's transforms call ops anew for what they make of one; those are then watched where no transform is left.
     Torch hands numbers that stand for tensors over as numbers, and does not take them back so.
     """
-    is_hiding = is_hiding and not is_composite(op) and peek_functorch_stack() is None
-    if is_hiding or is_below_autograd() or is_faking() or _has_number_for_tensor(op, args):
+    is_hiding = is_below_autograd() or (is_hiding and not is_composite(op))
+    if (is_hiding and peek_functorch_stack() is None) or is_faking() or _has_number_for_tensor(op, args):
         return _run_under(None, op, args, kwargs)
     return redispatch_watched_op(keyset, op, args, kwargs)
 
