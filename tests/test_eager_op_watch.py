@@ -371,6 +371,14 @@ class TestListsAreAsFunctions:
         assert_same_bits(by_packet[0], by_overload[0])
         assert by_packet[1] == by_overload[1]
 
+    def test_ops_by_which_torch_makes_tensors_of_other_classes_may_be_listed(self, x, w):
+        def function(x, w):
+            buffer = torch.nn.Buffer(torch.nn.Parameter(x.detach()).detach())
+            return (x.sin() * buffer.as_subclass(torch.Tensor)) @ w.as_subclass(torch.nn.Parameter)
+
+        ops = [aten.detach, aten.alias, aten.mm.default]
+        assert_same_bits(step(ops, function, x, w)[0], step(None, function, x, w)[0])
+
     def test_ops_that_no_policy_sees_may_be_listed(self, x, w):
         assert_list_is_function([aten.detach.default, aten.mm.default], lambda x, w: x.sin().detach() @ w * x, x, w)
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 _OWN_NAMESPACES = ("aten", "prims", "quantized")  # of torch: no op in there is effectful
 _RESERVED = "prim"  # a namespace in which torch lets nobody register anything
+# Torch makes tensors by these that it gives to Python as another class. What comes from Python it cannot give away.
+_NEVER_WATCHED = {"aten::detach", "aten::alias"}
 # Ops of which autograd saves no result. A result that it does save must be kept before that, so that it lives as long.
 _SAVED_BY_NOBODY_ELSE = frozenset(
     f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution")
@@ -92,7 +94,7 @@ class Handled:
 
     def __init__(self, answer_for: Callable[[Any], CheckpointPolicy], saved_names: frozenset[str]) -> None:
         self._answer_for = answer_for
-        self._saved_names = saved_names
+        self._saved_names = saved_names - _NEVER_WATCHED
         self._known: dict[int, Handling] = {}
 
     def how(self, op: Any) -> Handling:
