@@ -129,6 +129,7 @@ __all__ = [
     "SavedTensor",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "accepts_numbers_for_tensors",
     "alias_of",
     "all_op_names",
     "compiled_code_key",
@@ -174,6 +175,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "queue_after_backward",
     "redirect_compiled_code_to",
+    "redispatch_watched_higher_order_op",
     "redispatch_watched_op",
     "run_and_save_rng_state",
     "run_uncompiled",
@@ -623,6 +625,11 @@ def is_composite(op: OpOverload[..., Any]) -> bool:
     return op._can_decompose()
 
 
+def accepts_numbers_for_tensors(op: Any) -> bool:
+    """True for an op that may be called from Python with numbers that stand for tensors; also where none can."""
+    return not isinstance(op, OpOverload) or torch._C._should_allow_numbers_as_tensors(op.__name__.partition(".")[0])
+
+
 def is_composite_name(name: str) -> bool:
     """The same, by name."""
     return _dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
@@ -700,6 +707,12 @@ def is_below_autograd() -> bool:
 def redispatch_watched_op(keyset: DispatchKeySet, op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
     """Go on with a watched op as if it were none, so that ops which it is made of are watched in turn."""
     return op.redispatch(keyset & _BELOW_OP_WATCH, *args, **kwargs)
+
+
+def redispatch_watched_higher_order_op(op: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+    """The same for an op of higher order."""
+    keyset = _ops._compute_keyset(args, kwargs, op.non_fallthrough_keys & _BELOW_OP_WATCH)  # type: ignore[no-untyped-call]
+    return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # -------------------------------------------------------------------------------------------------- ranks

@@ -28,6 +28,7 @@ from remat.eager.arguments import SavedArguments, argument_name, changed_in_plac
 from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import Execution, all_of, local
+from remat.eager.op_watch import note_own_hooks
 from remat.eager.out_of_memory import advise
 from remat.eager.reach import Reached
 from remat.eager.recompute import Overwritten, Recomputation, settle
@@ -366,14 +367,15 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     return recreate() if recreate is not None else context
 
 
-def _keep_compiler_out() -> None:
-    """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
+def _make_hooks_known() -> None:
+    """Keep Dynamo from compiling the hooks when compiled code inside a region calls them; tell them from others'."""
     for function in (Frame.hooks, Recomputation._usual_pack_hook, Recomputation._careful_pack_hook):
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
+                note_own_hooks(constant)
     for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation.unpack):
         skip_code(method.__code__)
 
 
-_keep_compiler_out()
+_make_hooks_known()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from remat.eager import op_watch
 from remat.eager.frames import Frame
 from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.makers import Made, Makers
@@ -46,7 +47,6 @@ from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
-    set_unwatched,
     traced_nodes_since,
     traced_nodes_so_far,
     tree_leaves,
@@ -77,7 +77,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, policy: PolicyFunction, on_mutation: OnMutation) -> None:
         self.has_fsdp = has_fsdp = may_be_sharded()
-        self.may_keep_itself = not has_fsdp  # whose ops are looked at more closely
+        self.is_asked_above = not has_fsdp  # whose ops are looked at more closely
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
@@ -118,8 +118,11 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
             self._tags_before = {name: fx_current_meta().get(name) for name in _TAGS}
-        assert self._store is not None
-        self.enter_for(self._store.handled)
+        store = self._store
+        assert store is not None
+        self.enter_for(store.handled, is_again=False)
+        store.handled, store.num_kernels = self.watched, op_watch.num_kernels()
+        self.num_kernels = store.num_kernels
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -165,16 +168,12 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
             return self._dispatch_traced(func, args, kwargs or {})
         return self._dispatch(func, args, kwargs)
 
-    def run_and_keep(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op from above autograd, and keep its result."""
-        set_unwatched(True)
-        try:
-            out = op._op(*args, **kwargs)
-        finally:
-            set_unwatched(False)
+    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, and keep its result."""
         key = id(op)
         number = self._counts[key]
-        self._counts[key] = number + 1
+        self._counts[key] = number + 1  # also if it fails: so it does when it runs again
+        out = op_watch.run_unwatched(op, args, kwargs)
         self._add((key, number), Entry(out, self.on_mutation), out)
         return out
 
@@ -183,10 +182,10 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if facts.mutates and self._store is not None and self._store.entries:
             self._before_mutation(facts, args)
         rng_state = self._before_random(args, kwargs or {}) if facts.is_random else None
-        out = func(*args, **kwargs) if kwargs else func(*args)
         key = op_key(func, args)
         number = self._counts[key]
-        self._counts[key] = number + 1
+        self._counts[key] = number + 1  # also if it fails: so it does when it runs again
+        out = func(*args, **kwargs) if kwargs else func(*args)
         answer = self._ask(func, out, args, kwargs)
         if facts.runs_once and answer is CheckpointPolicy.MUST_RECOMPUTE:
             raise self._must_run_once(facts, func)

@@ -9,19 +9,24 @@ from typing import Any
 from remat.eager.errors import CheckpointError
 from remat.eager.execution import local
 from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
+from remat.eager.op_watch import run_unwatched
 from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.recorder import Recorder
 from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
+from remat.passes.torch_private import pop_mode, push_mode
 
 _CAST = id(CAST)
 _NO_LIMITS: dict[Any, int] = {}
+_NO_MORE = None, None
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
+
+    _awaited: Any = None  # an op that is on its way down, and what it is answered with
 
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
         self._owner = owner  # keeps the values alive where no frame does
@@ -29,7 +34,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(store if store is not None else Store())
 
     def _use(self, store: Store) -> None:
-        self.has_fsdp = may_be_sharded()
+        self.has_fsdp = has_fsdp = may_be_sharded()
+        self.is_asked_above, self.num_kernels = not has_fsdp, store.num_kernels
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
         self._kept: Collection[Any] = ()
@@ -52,7 +58,7 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        self.enter_for(self._store.handled)
+        self.enter_for(self._store.handled, is_again=True)
         if self.watched is None:
             self._count_all()
         return self
@@ -68,6 +74,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
+        if self._awaited is not None:
+            return self._answer_awaited(func, args, kwargs or {})
         if self.has_fsdp and is_called_by_fsdp():
             return func(*args, **kwargs) if kwargs else func(*args)
         key: Any = id(func)
@@ -85,6 +93,33 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._answer(func, op_key(func, args), args, kwargs)
 
+    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op down to where its result is needed, and return what it returned in forward."""
+        key = id(op)
+        number = self._counts[key]
+        self._counts[key] = number + 1
+        reference = self._store.entries.get((key, number))
+        entry = reference() if reference is not None else None
+        if entry is None:
+            if number >= self._store.counts.get(key, 0):
+                self._raise_surplus(op, key)
+            return run_unwatched(op, args, kwargs)
+        self._awaited = op, entry
+        flags = push_mode(self)
+        try:
+            return run_unwatched(op, args, kwargs)
+        finally:
+            pop_mode(flags)
+            self._awaited = None
+
+    def _answer_awaited(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer the one op that this was entered for, once; what else arrives belongs to it."""
+        op, entry = self._awaited
+        if func is not op:
+            return func(*args, **kwargs)
+        self._awaited = _NO_MORE
+        return entry.take()
+
     def _answer(self, func: Any, key: Any, args: Any, kwargs: Any) -> Any:
         """Return what this call of an op returned in forward, or run it if that was not kept."""
         store = self._store
@@ -96,6 +131,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             facts = op_facts(func)
             return entry.take() if facts.is_plain else answer(facts, args, entry)
         if key in self._limits or number >= store.counts.get(key, 0):
+            if self.watched is not None and key not in store.kept and not op_facts(func).runs_once:
+                return func(*args, **kwargs)  # of such ops torch may run more or fewer where there are dispatch modes
             self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))
         if state is not None:

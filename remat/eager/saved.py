@@ -42,7 +42,7 @@ class Entry:
         if type(value) is torch.Tensor and not is_written:
             self._is_copy = False
             self._value: Any = alias_of(value)
-            self._versions = [value._version]
+            self._versions = [version_of(value)]
             return
         # What an in-place op wrote to may be anything, a buffer say, that others write to later. What a collective is
         # still writing to cannot be copied yet.
@@ -73,7 +73,7 @@ class Entry:
     def take(self) -> Any:
         """Return the value as the op would have returned it: new tensors without history."""
         value = self._value
-        if type(value) is torch.Tensor and not self._is_copy and value._version <= self._versions[0]:
+        if type(value) is torch.Tensor and not self._is_copy and version_of(value) <= self._versions[0]:
             return value.detach()
         if self._is_copy:
             return map_tensors(torch.clone, value)  # the op after it will change it again
@@ -132,6 +132,7 @@ class Store:
         "handled",
         "has_offloaded",
         "kept",
+        "num_kernels",
         "rng_after",
         "rng_before_children",
         "rng_states",
@@ -144,6 +145,7 @@ class Store:
         self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
         self.has_offloaded = False
         self.handled: Handled | None = None  # ops that were counted; None for all
+        self.num_kernels = 0  # of the watch, when the forward began
         self.rng_after: list[OpRngState] = []
         self.rng_before_children: dict[int, list[OpRngState]] = {}
         self.children: dict[int, weakref.ref[Segment]] = {}

@@ -18,7 +18,8 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     num_suspensions = 0
     watched: Handled | None = None  # the ops that this is entered for, one by one; None if it is entered for all
-    may_keep_itself = False  # whether `run_and_keep` does what this would do about an op whose result is only kept
+    num_kernels = 0  # of the watch, when the forward began
+    is_asked_above = False  # whether ops whose result is only kept are told to `run_kept`, from above autograd
     _flags: tuple[bool, bool]
     _was_watching: bool
 
@@ -32,9 +33,9 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: object) -> None:
         pop_mode(self._flags)
 
-    def enter_for(self, handled: Handled | None) -> None:
+    def enter_for(self, handled: Handled | None, is_again: bool) -> None:
         """Enter for some ops, one by one, or for all where that cannot be."""
-        was_watching = None if handled is None else op_watch.start()
+        was_watching = None if handled is None else op_watch.start(is_again)
         if was_watching is None:
             self._flags = push_mode(self)
         else:
@@ -48,8 +49,12 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.watched = None
             op_watch.stop(self._was_watching)
 
-    def run_and_keep(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, and keep its result."""
+    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op whose result is kept, from above autograd.
+
+        It is counted by the call, and not by what arrives here as a mode: that may be something else or nothing, or
+        the same once more, for autocast, forward-mode derivatives and the like, which work on the way down.
+        """
         raise NotImplementedError
 
     @classmethod
