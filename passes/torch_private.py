@@ -149,6 +149,7 @@ __all__ = [
     "inductor_mode_options",
     "inductor_option_names",
     "is_any_autocast_enabled",
+    "is_autograd_off",
     "is_below_autograd",
     "is_composite",
     "is_composite_name",
@@ -699,9 +700,13 @@ set_unwatched: Callable[[bool], None] = partial(_dispatch_tls_set_dispatch_key_e
 """Have no ops watched on this thread for a while, or no longer so."""
 
 
+is_autograd_off: Callable[[], bool] = partial(_dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD)
+"""Whether autograd is switched off: inside of an op's kernel, in functions that make tensors, and in inference mode."""
+
+
 def is_below_autograd() -> bool:
     """True inside of an op's kernel: what that calls, no dispatch mode would see."""
-    return _dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+    return is_autograd_off() and not torch.is_inference_mode_enabled()
 
 
 def redispatch_watched_op(keyset: DispatchKeySet, op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:

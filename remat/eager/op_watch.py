@@ -30,6 +30,7 @@ from remat.passes.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAns
 from remat.passes.torch_private import (
     accepts_numbers_for_tensors,
     all_op_names,
+    is_autograd_off,
     is_below_autograd,
     is_composite,
     is_composite_name,
@@ -279,7 +280,9 @@ def _kernel(name: str, number: int) -> Callable[..., Any]:
         if mode is not None and number >= mode.num_kernels:
             return _pass(keyset, op, args, kwargs, is_hiding=False)
         how = _NONE if mode is None else mode.watched.how(op)  # type: ignore[union-attr]
-        if how is _NONE or not (how is _ANYWHERE or _is_seen(how)) or is_faking() or peek_functorch_stack() is not None:
+        if how is _NONE or peek_functorch_stack() is not None or is_faking():
+            return _pass(keyset, op, args, kwargs, is_hiding=not is_torchs_own)
+        if is_autograd_off() and how is not _ANYWHERE and not _is_seen(how):
             return _pass(keyset, op, args, kwargs, is_hiding=not is_torchs_own)
         if how is _KEEP and mode.is_asked_above and not _has_hooks_of_others():  # type: ignore[union-attr]
             return mode.run_kept(op, args, kwargs)  # type: ignore[union-attr]
@@ -289,11 +292,11 @@ def _kernel(name: str, number: int) -> Callable[..., Any]:
 
 
 def _is_seen(how: Handling) -> bool:
-    """True unless an op is called by another one's kernel, and not by the program.
+    """True for an op that the program calls, and not another one's kernel, while autograd is off.
 
     In inference mode nobody can tell. Nothing is saved there: it is of no use to a backward.
     """
-    return how is _UNDER_MODE if is_inference_mode_enabled() else not is_below_autograd()
+    return how is _UNDER_MODE and is_inference_mode_enabled()
 
 
 def _pass(keyset: Any, op: Any, args: Any, kwargs: Any, is_hiding: bool) -> Any:

@@ -47,6 +47,7 @@ from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
+    set_unwatched,
     traced_nodes_since,
     traced_nodes_so_far,
     tree_leaves,
@@ -173,7 +174,11 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         key = id(op)
         number = self._counts[key]
         self._counts[key] = number + 1  # also if it fails: so it does when it runs again
-        out = op_watch.run_unwatched(op, args, kwargs)
+        set_unwatched(True)
+        try:
+            out = op._op(*args, **kwargs)
+        finally:
+            set_unwatched(False)
         self._add((key, number), Entry(out, self.on_mutation), out)
         return out
 

@@ -16,7 +16,7 @@ from remat.eager.saved import OffloadedEntry, Store, answer
 from remat.eager.selective_mode import SelectiveMode
 from remat.eager.user_code import nearest_user_line
 from remat.passes.module_path import current_module_path
-from remat.passes.torch_private import pop_mode, push_mode
+from remat.passes.torch_private import pop_mode, push_mode, set_unwatched
 
 _CAST = id(CAST)
 _NO_LIMITS: dict[Any, int] = {}
@@ -106,19 +106,21 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             return run_unwatched(op, args, kwargs)
         self._awaited = op, entry
         flags = push_mode(self)
+        set_unwatched(True)
         try:
-            return run_unwatched(op, args, kwargs)
+            return op._op(*args, **kwargs)
         finally:
+            set_unwatched(False)
             pop_mode(flags)
             self._awaited = None
 
     def _answer_awaited(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer the one op that this was entered for, once; what else arrives belongs to it."""
         op, entry = self._awaited
-        if func is not op:
-            return func(*args, **kwargs)
-        self._awaited = _NO_MORE
-        return entry.take()
+        if func is op:
+            self._awaited = _NO_MORE
+            return entry.take()
+        return func(*args, **kwargs)
 
     def _answer(self, func: Any, key: Any, args: Any, kwargs: Any) -> Any:
         """Return what this call of an op returned in forward, or run it if that was not kept."""
