@@ -172,7 +172,8 @@ def price(graph: JointGraph, model: CostModel, sizes: Sizes | None = None, likes
     asked = _Asked(model, sizes)
     rows = [_price_node(node, role, asked) for node, role in likes.examples]
     columns = zip(*[rows[group] for group in likes.group_of], strict=True) if rows else ((), (), (), ())
-    return Costs(*columns, likes=likes)
+    save_ticks, recompute_ticks, num_bytes, run_ticks = columns
+    return Costs(save_ticks, recompute_ticks, num_bytes, run_ticks, likes)
 
 
 class _Asked:
