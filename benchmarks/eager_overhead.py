@@ -1,10 +1,12 @@
 """What a region costs besides its arithmetic: remat, torch.utils.checkpoint and torch_remat in one run.
 
 The overhead of a region is its step time minus the time of "forward twice + backward" of the same function without a
-region. All variants are timed in turn in every round, so that noise hits them alike; medians are reported. Time is
-processor time of this process: all work is on one thread, and what other processes do does not count.
+region. All variants are timed in turn in every round, so that noise hits them alike. Time is processor time of this
+process: all work is on one thread. What else happens on the machine can only make a step slower, by cold caches and
+stolen time, and does so in bursts; so rounds are short and many, and the time of a step is the tenth percentile of its
+rounds. How far it may be off is how far the odd rounds' figure is from the even ones'.
 
-    python benchmarks/eager_overhead.py [--rounds 30] [--json out.json]
+    python benchmarks/eager_overhead.py [--rounds 200] [--json out.json]
 
 torch_remat is left out if it is not installed. A ratio is given only where the rival's overhead is above its noise: in
 the large region saved matmuls outweigh all that a selective region costs.
@@ -125,46 +127,38 @@ def time_steps(workload: Workload, steps: dict[str, Step], rounds: int) -> dict[
         for _ in range(rounds):
             for name, step in steps.items():
                 clear_grads(workload)
-                gc.collect()  # so that no variant pays for what another left behind
                 step()
-                start = time.process_time()
+                start = time.process_time_ns()
                 for _ in range(workload.num_calls):
                     step()
-                times[name].append((time.process_time() - start) / workload.num_calls * 1e6)
+                times[name].append((time.process_time_ns() - start) / workload.num_calls / 1e3)
+                gc.collect(1)  # so that no variant pays for what another left behind
     finally:
         gc.enable()
     return times
 
 
+def undisturbed(times: list[float]) -> float:
+    """Return the time of a step that nothing else has slowed down: the tenth percentile."""
+    return statistics.quantiles(times, n=10)[0]
+
+
 def overheads(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median over rounds of (step - floor), in microseconds."""
-    floor = times["floor"]
-    return {
-        name: statistics.median(a - b for a, b in zip(values, floor, strict=True))
-        for name, values in times.items()
-        if name != "floor"
-    }
+    """Return step minus floor, in microseconds."""
+    floor = undisturbed(times["floor"])
+    return {name: undisturbed(values) - floor for name, values in times.items() if name != "floor"}
 
 
 def noises(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return how far the median of (step - floor) may be off: two standard errors, from the middle half of the rounds.
-
-    For normally distributed noise the middle half spans 1.35 standard deviations, and the standard error of a median
-    is 1.25 standard deviations over the square root of the number of rounds.
-    """
-    found = {}
-    for name, values in times.items():
-        differences = [a - b for a, b in zip(values, times["floor"], strict=True)]
-        if name != "floor" and len(differences) > 1:
-            low, _, high = statistics.quantiles(differences, n=4)
-            found[name] = 2 * 1.25 * (high - low) / 1.35 / len(differences) ** 0.5
-    return found
+    """Return how far the overheads of the odd rounds are from those of the even ones."""
+    even, odd = (overheads({name: values[k::2] for name, values in times.items()}) for k in (0, 1))
+    return {name: abs(even[name] - odd[name]) for name in even}
 
 
 def report(workload: Workload, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print one table and return its figures."""
     result, noise = overheads(times), noises(times)
-    floor = statistics.median(times["floor"])
+    floor = undisturbed(times["floor"])
     print(f"\n{workload.name}: forward twice + backward {floor:.0f} us")
     print(f"  {'variant':26s} {'overhead us':>12s} {'+-':>8s} {'/ torch':>8s} {'/ torch_remat':>14s}")
     for name, value in result.items():
@@ -187,7 +181,7 @@ def ratio_text(value: float, rival: float | None, rival_noise: float | None) -> 
 def main() -> None:
     """Run every workload."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -197,9 +191,9 @@ def main() -> None:
         torch_remat = None
         print("torch_remat is not installed: its columns are left out")
     workloads = [
-        make_workload("small: 8 ops on 64x64", 64, 2, 100, torch_remat),
-        make_workload("medium: 64 ops on 64x64", 64, 16, 20, torch_remat),
-        make_workload("large: 8 ops on 512x512", 512, 2, 2, torch_remat),
+        make_workload("small: 8 ops on 64x64", 64, 2, 20, torch_remat),
+        make_workload("medium: 64 ops on 64x64", 64, 16, 3, torch_remat),
+        make_workload("large: 8 ops on 512x512", 512, 2, 1, torch_remat),
     ]
     results = []
     for workload in workloads:
