@@ -104,8 +104,7 @@ class Planner:
         self._programmes: dict[int, ChainProgramme] = {}
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
-        self.chain_offers: dict[Script, Offer] = {}
-        """What the chain planner has proposed so far."""
+        self._followers: dict[Script, Offer] = {}
         self.rivals: list[Offer] = []
         """What was compared to find the fastest schedule within a budget."""
 
@@ -299,12 +298,16 @@ class Planner:
 
     def _following(self, script: Script) -> Offer:
         """Do as the chain planner says."""
-        if script not in self.chain_offers:
-            self.chain_offers[script] = self._offer(self._write(script), "chain")
-        return self.chain_offers[script]
+        if script not in self._followers:
+            self._followers[script] = self._offer(self._write(script), "chain")
+        return self._followers[script]
 
     def _write(self, script: Script) -> Schedule:
         return write(self.chain, script)
+
+    def written(self) -> dict[Script, Schedule]:
+        """The chain planner's scripts so far, as schedules."""
+        return {script: offer.schedule for script, offer in self._followers.items()}
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
         return Offer(schedule, self._simulated(schedule), extra_ticks(self.problem, schedule), planner)

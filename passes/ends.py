@@ -7,15 +7,21 @@ at any of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
 from .chain_planner import Script
 from .flow import FlowProblem
+from .improve import NODES_SIMULATED_IF_LARGE
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .storage import Storages
 from .symbols import Sizes
+
+FEW_TRIES = 12
+"""With fewer tries than these, the local search was seen to leave memory unused on large graphs (T5), and not with
+twice as many (Llama)."""
 
 
 class EndPlanner(Planner):
@@ -25,9 +31,9 @@ class EndPlanner(Planner):
         self, problem: FlowProblem, storages: Storages, others: Sequence[Sizes] = (), scheduler: Scheduler | None = None
     ) -> None:
         super().__init__(problem, storages, scheduler)
-        self.others = tuple(others)
-        """The ends beside the one that schedules are made for."""
-        self.judge = Simulator(problem.graph, storages, self.others) if others else self.simulator
+        self.others = _that_count(storages.sizes, others)
+        """The ends beside the one that schedules are made for, without those at which nothing is larger."""
+        self.judge = Simulator(problem.graph, storages, self.others) if self.others else self.simulator
         self._written: dict[Script, Schedule] = {}
         """Scripts that were turned into schedules before."""
 
@@ -51,10 +57,10 @@ class EndPlanner(Planner):
         return tuple(found)
 
     def _low_offers(self, budget_bytes: int) -> Iterator[Offer]:
+        yield self._keeping(self.ladder_beyond(-1)[-1].saved)
         programme = self._programme(int(HEADROOM * budget_bytes))
         for level in programme.feasible_levels[:LEVELS_TRIED]:
             yield self._following(programme.script(level))
-        yield self._keeping(self.ladder_beyond(-1)[-1].saved)
 
     def only(self, is_wanted: Sequence[bool]) -> EndPlanner:
         """The same with fewer ends; the first one stays."""
@@ -64,19 +70,22 @@ class EndPlanner(Planner):
         fewer = EndPlanner(self.problem, self.storages, others, self.scheduler)
         fewer.__dict__["chain"] = self.chain
         fewer._ladders, fewer._programmes = self._ladders, self._programmes
-        fewer._written = {script: offer.schedule for script, offer in self.chain_offers.items()}
+        fewer._written = self.written()
         return fewer
 
     def refine(self, planner: Planner, budget_bytes: int) -> None:
-        """Search around the lowest schedule of another planner of the same graph, which is known to fit.
+        """Look for faster schedules than the lowest one of a planner at other sizes, which is known to fit.
 
-        It has looked at the graph as a chain already: what it believes of memory at its own sizes steers as well here.
+        Of the planners, only that of the chain gets as low. What it believed of memory at the other sizes steers well
+        enough where the local search can make many tries; where it cannot, the chain is looked at anew.
         """
-        self.__dict__["chain"] = planner.chain
-        self._written = {script: offer.schedule for script, offer in planner.chain_offers.items()}
         lowest = planner.lowest
         offers = [self._offer(lowest.schedule, lowest.planner)]
-        offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
+        if FEW_TRIES * len(offers[0].simulation.order) > NODES_SIMULATED_IF_LARGE:
+            offers += self._chain_offers(budget_bytes)
+        else:
+            self.__dict__["chain"], self._written = planner.chain, planner.written()
+            offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
         offers += self.improver.within(offers, budget_bytes)
         self.rivals += [self.fastest, *offers]
 
@@ -87,6 +96,13 @@ class EndPlanner(Planner):
         can_fit = tuple(any(column) for column in zip(*fits, strict=True))
         fitting = [offer for offer, row in zip(rivals, fits, strict=True) if row == can_fit] if any(can_fit) else []
         return sorted(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes))
+
+
+def _that_count(own: Sizes, others: Sequence[Sizes]) -> tuple[Sizes, ...]:
+    """Leave out sizes at which nothing takes more memory than at the first ones, and those that are there already."""
+    rows = [tuple([sizes.value_of_terms(terms) for terms in own.table]) for sizes in (own, *others)]
+    distinct = {row: sizes for row, sizes in zip(rows[1:], others, strict=True) if any(map(operator.gt, row, rows[0]))}
+    return tuple(distinct.values())
 
 
 def _peaks(offer: Offer) -> Sequence[int]:

@@ -144,6 +144,7 @@ class _RangePlanner:
         """What is left for a compiler, as the planner does for a budget of the whole graph alone."""
         self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
         self._known: dict[int, _Known] = {}
+        self._lowest_of = self.at_base
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
@@ -182,7 +183,12 @@ class _RangePlanner:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
         if self.request.budget is None:
             return self._quietly(self._scaled(self.whole * FAR))
-        return Picked(self.at_base.lowest, self.request.budget.resolve(self.at_base))
+        return Picked(self._lowest_of.lowest, self.request.budget.resolve(self.at_base))
+
+    def _takes_lowest_of(self, planner: Planner) -> None:
+        """Take another planner's lowest plan where it fits here: it has looked at most of the graph already."""
+        if all(b.fits(self.base) for b in self._bounded(planner.lowest.schedule)):
+            self._lowest_of = planner
 
     def _planned_for(self, ends: Sequence[Sizes], *, has_lowest: bool = False) -> Picked | None:
         """A plan that fits at some ends of a range, and here; None if there is none. Where no plan fits, none has to.
@@ -197,10 +203,11 @@ class _RangePlanner:
         planner = EndPlanner(*self._at(ends[0]), ends[1:], self.here.scheduler)
         bound = self._limit_bytes(self.limits[0])
         if has_lowest:
-            planner.refine(self.at_base, bound)
+            planner.refine(self._lowest_of, bound)
         else:
             reachable = planner.reachable(bound)
             if not reachable[0]:
+                self._takes_lowest_of(planner)
                 return None
             planner = planner.only(reachable)
             planner.within(bound)
@@ -260,7 +267,7 @@ class _RangePlanner:
         found = [self._furthest(holds, self._scaled)]
         if len(self.open) > 1:
             found += [self._furthest(holds, partial(self._stretched, symbol)) for symbol in self.open]
-        return list({tuple(sizes.values.values()): sizes for sizes in found if sizes is not None}.values())
+        return [sizes for sizes in found if sizes is not None]
 
     def _furthest(self, holds: Callable[[Sizes], bool], grown: Callable[[int], Sizes]) -> Sizes | None:
         """The largest sizes on a line at which something holds; None if it does not at its beginning."""
