@@ -250,8 +250,10 @@ def measure_model(name: str, inner: str, arguments: argparse.Namespace, say: Cal
 def checkpointed(name: str, size: zoo.Size) -> zoo.Built:
     """The same model with torch.utils.checkpoint around every layer, each library's own way."""
     built = zoo.get(name).build(size)
-    if hasattr(built.model, "gradient_checkpointing_enable"):
-        built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch_on = getattr(built.model, "activation_checkpointing_enable", None)  # Transformers' name since 5.23
+    switch_on = switch_on or getattr(built.model, "gradient_checkpointing_enable", None)
+    if switch_on is not None:
+        switch_on({"use_reentrant": False})
     elif hasattr(built.model, "enable_gradient_checkpointing"):
         built.model.enable_gradient_checkpointing()
     elif isinstance(built.model, zoo.ConvNet):

@@ -796,7 +796,7 @@ class TestMemory:
         before = alive()
         for _ in range(200):
             some_step()
-        assert alive() == before
+        assert alive() <= before
         assert all(reference() is None for reference in handled)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
 
+    supports_higher_order_operators = True  # each is one op
     num_suspensions = 0
     watched: Handled | None = None  # the ops that this is entered for, one by one; None if it is entered for all
     num_kernels = 0  # of the watch, when the forward began

@@ -1,6 +1,6 @@
-"""Transformers: the layers that `gradient_checkpointing_enable` checkpoints, as regions.
+"""Transformers: the layers that `activation_checkpointing_enable` checkpoints, as regions.
 
-enable(model, policy=remat.policies.save_matmuls())      # instead of model.gradient_checkpointing_enable()
+enable(model, policy=remat.policies.save_matmuls())      # instead of model.activation_checkpointing_enable()
 Trainer(..., callbacks=[RematCallback(compile={"memory_budget": "40%"})])
 """
 
@@ -21,12 +21,14 @@ def enable(model: PreTrainedModel, *, every_n_layers: int = 1, **options: Any) -
     """Switch gradient checkpointing on, with regions in place of torch's checkpoints; return their names.
 
     Options are those of `checkpoint_region`: `policy`, `memory_budget`, `offload` and so on. The model's own rules
-    hold: which modules are checkpointed, in training only, without a cache. `model.gradient_checkpointing_disable()`
-    undoes it.
+    hold: which modules are checkpointed, in training only, without a cache. `model.activation_checkpointing_disable()`
+    undoes it (`gradient_checkpointing_disable()` in releases before 5.23).
     """
     checked = region_options(type(model).__name__, options)
     keywords = {} if every_n_layers == 1 else {"every_n_layers": every_n_layers}
-    model.gradient_checkpointing_enable({"use_reentrant": False}, **keywords)
+    # Transformers gave it another name, and is about to forget the old one.
+    switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch_on({"use_reentrant": False}, **keywords)
     modules = [(path, module) for path, module in model.named_modules() if getattr(module, _FLAG, False)]
     if not all(hasattr(module, _FUNCTION) for _, module in modules):
         raise RematError(
