@@ -55,13 +55,30 @@ and products in a loop add nothing that can be seen, exp 0.4, sigmoid 0.8, erf a
 A gather reads its result's size from somewhere.
 """
 
+KERNEL_ARITHMETIC: Mapping[Kind, float] = {
+    **ARITHMETIC,
+    Kind.TRANSCENDENTAL: 2.5,
+    Kind.SLOW_TRANSCENDENTAL: 12.0,
+    Kind.EXP_REDUCTION: 3.5,
+}
+"""The same for an op that is a kernel of its own, beside what it moves through memory.
+
+Measured on one core with torch's kernels on the CPU (`python benchmarks/kernel_prices.py`): sigmoid, silu and gelu 2.3,
+exp 3.1, log and erf 4 to 5, tanh 12, softmax 3.2, log_softmax 3.8, dropout 43 for its two results.
+"""
+
 UNKNOWN_WORK = 10.0
 """How often an op without a flop count is taken to pass over its inputs and outputs. Not measured: it may be a copy, or
 a decomposition, or the user's own attention; this keeps what it computes unless memory is short."""
 
-SLOW_PASSES = {"cpu": 10}
-"""How many times a slow reduction's own kernel takes to copy its input, by device. Batch normalisation of 6 MiB in
-training took 14 times as long as a copy on one core, group and layer normalisation about as long as one."""
+SLOW_PASSES = {"cpu": 5}
+"""How many times a slow reduction's own kernel takes to copy its input, by device. Batch normalisation in training took
+4.5 to 5.5 times as long as a copy on one core, group and layer normalisation one to two times."""
+
+ATTENTION_ARITHMETIC = {"cpu": 4.0}
+"""What attention does beside its products, per pair of a query and a key, in the unit of ARITHMETIC, by device: its
+softmax, and that its products are small. One core took 1.3 ns per pair beyond the products with heads of 32, 0.3 to 0.8
+with heads of 64, where moving four bytes takes 0.25."""
 
 WAITS_FOR_MEMORY = frozenset({"cpu"})
 """Devices on which products do not compute while they wait for memory. One core took 2.8 ms for 48 products of 250x32
@@ -80,13 +97,17 @@ class Machine:
     """How fast a device computes and moves data."""
 
     flops_per_second: float
-    """Of single-precision matrix products; half precision counts double, double precision half."""
+    """Of single-precision matrix products; double precision counts half."""
     bytes_per_second: float
     """Of a large copy, read and write added."""
+    half_speed: float = 2.0
+    """How much faster products of half precision are: many times on an accelerator that has units for them, a tenth on
+    a CPU that has none."""
 
     def compute_seconds(self, flops: int, dtype: torch.dtype) -> float:
         """Time for a matrix product of a type."""
-        return flops * dtype.itemsize / 4 / self.flops_per_second
+        speed = self.half_speed if dtype.itemsize == 2 else 4 / dtype.itemsize
+        return flops / (speed * self.flops_per_second)
 
 
 DEFAULT_MACHINE = Machine(flops_per_second=2.0**43, bytes_per_second=2.0**40)
@@ -240,13 +261,15 @@ class Roofline:
         """What one more run of the call inside backward adds to the step."""
         machine = self.machine(call.device)
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
-        if call.facts.kind in ARITHMETIC:
-            arithmetic = _fused_seconds(call, machine)
-            return arithmetic if self.fuses or call.facts.kind is Kind.FREE else arithmetic + memory
-        if call.facts.kind is Kind.REDUCTION:
-            return memory
-        if call.facts.kind is Kind.SLOW_REDUCTION:
+        kind = call.facts.kind
+        if kind is Kind.FREE or (self.fuses and kind in ARITHMETIC):
+            return _arithmetic_seconds(call, machine, ARITHMETIC)
+        if kind is Kind.SLOW_REDUCTION:
             return memory if self.fuses else SLOW_PASSES.get(call.device, 1) * memory
+        if kind is Kind.REDUCTION or (self.fuses and kind is Kind.EXP_REDUCTION):
+            return memory
+        if kind in KERNEL_ARITHMETIC:
+            return memory + _arithmetic_seconds(call, machine, KERNEL_ARITHMETIC)
         compute = _compute_seconds(call, machine)
         if compute is None:
             return UNKNOWN_WORK * memory
@@ -302,9 +325,9 @@ class Callback(Roofline):
         return f"Callback {fingerprint(self.function)} {sorted(self.machines.items())}"
 
 
-def _fused_seconds(call: OpCall, machine: Machine) -> float:
-    """What an op adds to the loop that it is fused into."""
-    per_element = ARITHMETIC[call.facts.kind] * 4 / machine.bytes_per_second
+def _arithmetic_seconds(call: OpCall, machine: Machine, table: Mapping[Kind, float]) -> float:
+    """What an op computes, beside what it reads and writes."""
+    per_element = table[call.facts.kind] * 4 / machine.bytes_per_second
     if call.device != "cpu" and call.facts.kind is not Kind.GATHER:
         per_element /= ACCELERATOR_SPEEDUP
     return per_element * sum(spec.numel for spec in call.outputs)
@@ -313,7 +336,19 @@ def _fused_seconds(call: OpCall, machine: Machine) -> float:
 def _compute_seconds(call: OpCall, machine: Machine) -> float | None:
     """Time for a call's arithmetic; None if nothing is known of that."""
     flops = flops_of(call)
-    return None if flops is None else machine.compute_seconds(flops, call.outputs[0].dtype)
+    if flops is None:
+        return None
+    seconds = machine.compute_seconds(flops, call.outputs[0].dtype)
+    if getattr(call.target, "overloadpacket", None) in _ATTENTION:
+        per_pair = ATTENTION_ARITHMETIC.get(call.device, 0.0) * 4 / machine.bytes_per_second
+        seconds += per_pair * _num_pairs(call)
+    return seconds
+
+
+def _num_pairs(call: OpCall) -> Any:
+    """Of a query and a key, in all heads: an expression where sizes are."""
+    query, key = (spec for spec in call.args[:2] if isinstance(spec, TensorSpec))
+    return math.prod(query.shape[:-1]) * key.shape[-2]
 
 
 _aten = torch.ops.aten
@@ -323,11 +358,25 @@ _SAME_FORMULA: Mapping[object, object] = {
 }
 """Attention for which torch has no flop formula: it does what that for which it has one does."""
 
+_ATTENTION = frozenset(_SAME_FORMULA)
+"""Attention that runs on CPUs, and elsewhere in place of kernels that torch knows."""
+
+
+def _grouped_flops(rows: Any, experts: Any, *_: Any, out_val: Any, **__: Any) -> Any:
+    """Products of rows with the matrix of their own group, `_grouped_mm`: each row meets one matrix."""
+    del experts
+    inner = getattr(rows, "shape", rows)[-1]
+    return 2 * math.prod(getattr(out_val, "shape", out_val)) * inner
+
+
+_OWN_FORMULAS: Mapping[object, Callable[..., Any]] = {_aten._grouped_mm: _grouped_flops}
+"""Flop formulas that torch lacks."""
+
 
 def flops_of(call: OpCall) -> int | None:
     """Floating-point operations of a call by torch's formulas, an expression if its sizes are; None if it has none."""
     packet = getattr(call.target, "overloadpacket", None)
-    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet)) or _OWN_FORMULAS.get(packet)
     if formula is None or not call.outputs:
         return None
     with without_modes():

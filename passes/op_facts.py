@@ -28,6 +28,7 @@ class Kind(Enum):
     SLOW_TRANSCENDENTAL = "element by element, a hundred instructions each or more"
     GATHER = "element by element with indirect reads"
     REDUCTION = "reads more than it writes; ends a fusion"
+    EXP_REDUCTION = "the same, with an exponential per element"
     SLOW_REDUCTION = "the same, in many passes where a kernel of its own does it"
     MATMUL = "matrix product, convolution or attention"
     RANDOM = "draws random numbers"
@@ -104,13 +105,14 @@ MATMULS = _names(
 _CONVOLUTIONS = _names("convolution _convolution mkldnn_convolution")
 _REDUCTIONS = _names(
     """
-    sum mean var var_mean std std_mean amax amin max min prod any all norm linalg_vector_norm logsumexp _softmax
-    _log_softmax native_layer_norm native_group_norm _native_batch_norm_legit_no_training _fused_rms_norm
-    cudnn_batch_norm nll_loss_forward nll_loss2d_forward cumsum cumprod logcumsumexp count_nonzero avg_pool2d
-    avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d aminmax mse_loss l1_loss prims::sum prims::amax prims::amin
+    sum mean var var_mean std std_mean amax amin max min prod any all norm linalg_vector_norm native_layer_norm
+    native_group_norm _native_batch_norm_legit_no_training _fused_rms_norm cudnn_batch_norm nll_loss_forward
+    nll_loss2d_forward cumsum cumprod logcumsumexp count_nonzero avg_pool2d avg_pool3d
+    _adaptive_avg_pool2d _adaptive_avg_pool3d aminmax mse_loss l1_loss prims::sum prims::amax prims::amin
     prims::prod prims::var prims::xor_sum
     """
 )
+_EXP_REDUCTIONS = _names("logsumexp _softmax _log_softmax")
 _SLOW_REDUCTIONS = _names(
     """
     native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional batch_norm_with_update
@@ -258,6 +260,7 @@ def _kind_of(op: OpOverload[..., Any], name: str) -> Kind:
     for names, kind in (
         (MATMULS, Kind.MATMUL),
         (_REDUCTIONS, Kind.REDUCTION),
+        (_EXP_REDUCTIONS, Kind.EXP_REDUCTION),
         (_SLOW_REDUCTIONS, Kind.SLOW_REDUCTION),
         (_TRANSCENDENTALS, Kind.TRANSCENDENTAL),
         (_SLOW_TRANSCENDENTALS, Kind.SLOW_TRANSCENDENTAL),

@@ -29,13 +29,14 @@ FUSED_KINDS = frozenset(
         Kind.SLOW_TRANSCENDENTAL,
         Kind.GATHER,
         Kind.REDUCTION,
+        Kind.EXP_REDUCTION,
         Kind.SLOW_REDUCTION,
         Kind.FREE,
     }
 )
 """Ops that a compiler makes part of a loop; all others are kernels of their own, which read and write memory."""
 
-INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.SLOW_REDUCTION}
+INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.EXP_REDUCTION, Kind.SLOW_REDUCTION}
 """Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
 
 SMALLEST_REDUCTION = 8

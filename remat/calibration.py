@@ -23,6 +23,7 @@ import torch
 
 from .passes.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
 from .passes.op_call import OpCall, TensorSpec
+from .passes.op_facts import Kind
 from .passes.torch_private import without_modes
 
 
@@ -57,16 +58,22 @@ def _machine(device: str, num_threads: int) -> Machine:
 
 
 def measure(device: str) -> Machine:
-    """Time a matrix product, and a copy that is too large for the caches."""
+    """Time matrix products in single and half precision, and a copy that is too large for the caches."""
     like: Any = {"device": device, "dtype": torch.float32}
     with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
         matrix = torch.full((1024, 1024), 0.5, **like)
+        small = torch.full((512, 512), 0.5, **like)
+        half = small.to(torch.bfloat16)
         large, other = (torch.full((2**24,), 0.5, **like) for _ in range(2))
         product = _seconds(lambda: matrix @ matrix, device)
+        # As a layer multiplies: libraries without half-precision kernels take ten times as long for other layouts.
+        small_product = _seconds(lambda: small @ small.t(), device)
+        half_product = _seconds(lambda: half @ half.t(), device)
         copy = _seconds(lambda: other.copy_(large), device)
     return Machine(
         flops_per_second=_power_of_two(2 * 1024**3 / product),
         bytes_per_second=_power_of_two(2 * large.numel() * large.element_size() / copy),
+        half_speed=_power_of_two(small_product / half_product),
     )
 
 
@@ -118,10 +125,12 @@ def _cache_folder() -> Path:
 
 def _read(path: Path) -> Machine | None:
     try:
-        machine = Machine(**json.loads(path.read_text()))
-        is_sound = all(isinstance(v, float) and v > 0 for v in asdict(machine).values())
+        stored = json.loads(path.read_text())
+        machine = Machine(**stored)
     except (OSError, ValueError, TypeError):
         return None  # not there, or not ours: measure again
+    # Another release's file may lack what this one measures.
+    is_sound = stored.keys() == asdict(machine).keys() and all(isinstance(v, float) and v > 0 for v in stored.values())
     return machine if is_sound else None
 
 
@@ -144,7 +153,7 @@ def _write(path: Path, machine: Machine) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Profile(Roofline):
-    """Time each distinct unfused call once; price what will be fused, or cannot run alone, as roofline does.
+    """Time each distinct call that is not fused once; price what will be fused, or cannot run alone, as roofline does.
 
     Measured times vary, so plans may differ from one process to the next; a cached plan is as good as a new one.
     """
@@ -154,12 +163,16 @@ class Profile(Roofline):
 
     def recompute_seconds(self, call: OpCall) -> float:
         """The measured time of the call."""
-        measured = None if call.facts.kind in ARITHMETIC else measured_seconds(call)
+        measured = None if self._is_priced(call) else measured_seconds(call)
         return Roofline.recompute_seconds(self, call) if measured is None else measured
 
     def is_formula(self, call: OpCall) -> bool:
         """What is measured is known at the sizes of the example alone."""
-        return call.facts.kind in ARITHMETIC
+        return self._is_priced(call)
+
+    def _is_priced(self, call: OpCall) -> bool:
+        """True for what is not timed: it costs nothing, or will be part of another kernel."""
+        return call.facts.kind in ARITHMETIC if self.fuses else call.facts.kind is Kind.FREE
 
 
 @cache

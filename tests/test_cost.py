@@ -5,12 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from joints import capture, named
-from remat.passes.cost import SLOW_PASSES, Callback, Flops, Machine, Roofline, flops_of, price, ticks
+from remat.passes.cost import (
+    ATTENTION_ARITHMETIC,
+    SLOW_PASSES,
+    Callback,
+    Flops,
+    Machine,
+    Roofline,
+    flops_of,
+    price,
+    ticks,
+)
 from remat.passes.errors import OptionError, RematError
 from remat.passes.op_call import OpCall, TensorSpec, call_of
 from remat.passes.op_facts import Kind
 from torch.utils.flop_counter import flop_registry
 
+from remat import calibration
 from remat.calibration import Profile
 
 
@@ -87,11 +98,59 @@ def test_batch_normalisation_of_its_own_takes_many_passes() -> None:
     assert alone.recompute_seconds(call) == pytest.approx(SLOW_PASSES["cpu"] * fused.recompute_seconds(call))
 
 
-def test_half_precision_counts_double() -> None:
-    device = machine(flops=100.0)["cpu"]
+def test_products_are_priced_by_the_speed_of_their_precision() -> None:
+    device = Machine(flops_per_second=100.0, bytes_per_second=1.0, half_speed=0.125)
     assert device.compute_seconds(100, torch.float32) == 1.0
-    assert device.compute_seconds(100, torch.bfloat16) == 0.5
+    assert device.compute_seconds(100, torch.bfloat16) == 8.0
+    assert device.compute_seconds(100, torch.float16) == 8.0
     assert device.compute_seconds(100, torch.float64) == 2.0
+
+
+def test_attention_on_a_cpu_pays_for_every_pair_of_query_and_key() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    narrow, wide = (TensorSpec((2, 4, 32, d), (128 * d, 32 * d, d, 1), torch.float32, "cpu") for d in (8, 16))
+    rows = TensorSpec((2, 4, 32), (128, 32, 1), torch.float32, "cpu")
+    no_products = Roofline(machine(flops=1e30, num_bytes=4.0))
+    prices = [no_products.recompute_seconds(OpCall(op, (x, x, x), (), (x, rows))) for x in (narrow, wide)]
+    # What is left beside four tensors and the sums of rows is one price per pair, however wide heads are.
+    moved = [4 * x.numel + rows.numel for x in (narrow, wide)]
+    pairs = 2 * 4 * 32 * 32
+    assert [p - m for p, m in zip(prices, moved, strict=True)] == [ATTENTION_ARITHMETIC["cpu"] * pairs] * 2
+
+
+def test_products_of_groups_are_priced_by_their_flops() -> None:
+    rows, experts = torch.empty(10, 16), torch.empty(4, 16, 24)
+    ends = TensorSpec((4,), (1,), torch.int32, "cpu")
+    specs = [TensorSpec(tuple(t.shape), t.stride(), torch.bfloat16, "cpu") for t in (rows, experts, rows @ experts[0])]
+    call = OpCall(torch.ops.aten._grouped_mm.default, (*specs[:2], ends), (), (specs[2],))
+    assert flops_of(call) == 2 * 10 * 16 * 24
+
+
+def test_kernels_of_their_own_pay_for_exponentials() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.softmax(-1) * x.sigmoid() * (x + 1)).sum()
+
+    graph = capture(f, torch.randn(10, 10, requires_grad=True)).classify()
+    fused, alone = (
+        {
+            op: Roofline(MACHINE, fuses=fuses).recompute_seconds(call_of(graph.nodes[named(graph, op)]))
+            for op in ("add", "sigmoid", "_softmax")
+        }
+        for fuses in (True, False)
+    )
+    assert alone["add"] < alone["sigmoid"] < alone["_softmax"]
+    assert all(alone[op] > fused[op] for op in fused)
+
+
+def test_profile_times_every_op_where_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = capture(layers, torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)).classify()
+    timed: list[str] = []
+    monkeypatch.setattr(calibration, "measured_seconds", lambda call: timed.append(str(call.target)) or 1.0)
+    price(graph, Profile(MACHINE, fuses=True))
+    assert timed == ["aten.mm.default", "aten.sum.default"]
+    timed.clear()
+    price(graph, Profile(MACHINE, fuses=False))
+    assert timed[:2] == ["aten.mm.default", "aten.tanh.default"]
 
 
 def test_fused_op_is_cheaper_to_repeat_than_to_keep() -> None:
