@@ -10,7 +10,7 @@ A saved value has the same name in both graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -31,6 +31,7 @@ from .joint_graph import (
     is_backward_state,
     output_descriptors,
 )
+from .overwrite import write_over
 from .schedule import Schedule
 from .torch_private import (
     FakeScriptObject,
@@ -57,12 +58,18 @@ class Extracted:
     """Values that forward returns beside the user's outputs."""
 
 
-def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> Extracted:
-    """Write forward and backward as graphs of their own."""
-    forward, env, states = _forward_half(graph, schedule)
+def extract(
+    graph: JointGraph, constraints: Constraints, schedule: Schedule, overwritten: Mapping[int, int] | None = None
+) -> Extracted:
+    """Write forward and backward as graphs of their own.
+
+    `overwritten` says of which moments of the step nodes write their result over an input, and over which.
+    """
+    overwritten = overwritten or {}
+    forward, env, states = _forward_half(graph, schedule, overwritten)
     handed = _hand_over(graph, constraints, schedule, forward, env, states)
     _add_output(forward, graph, env, handed)
-    backward = _backward_half(graph, schedule, handed)
+    backward = _backward_half(graph, schedule, handed, overwritten)
     return Extracted(
         forward=graph_module(graph.module, forward),
         backward=graph_module(graph.module, backward),
@@ -73,7 +80,9 @@ def extract(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> 
 # -------------------------------------------------------------------------------------------------- forward
 
 
-def _forward_half(graph: JointGraph, schedule: Schedule) -> tuple[fx.Graph, dict[int, fx.Node], dict[int, fx.Node]]:
+def _forward_half(
+    graph: JointGraph, schedule: Schedule, overwritten: Mapping[int, int]
+) -> tuple[fx.Graph, dict[int, fx.Node], dict[int, fx.Node]]:
     """Copy what forward runs; return it with the new node and the generator state of each old position."""
     forward = fx.Graph()
     env: dict[int, fx.Node] = {}
@@ -84,12 +93,14 @@ def _forward_half(graph: JointGraph, schedule: Schedule) -> tuple[fx.Graph, dict
 
     for i in forward_inputs(graph):
         env[i] = _copied_into(forward, graph.nodes[i], lookup)
-    for i in schedule.forward:
+    for moment, i in enumerate(schedule.forward):
         node = graph.nodes[i]
         if i in schedule.replayed:
             states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
         else:
             env[i] = _copied_into(forward, node, lookup)
+        if moment in overwritten:
+            write_over(env[i], env[overwritten[moment]])
     return forward, env, states
 
 
@@ -217,7 +228,9 @@ def _forward_rank(handed: _Handed) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------- backward
 
 
-def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Handed]) -> fx.Graph:
+def _backward_half(
+    graph: JointGraph, schedule: Schedule, handed: Sequence[_Handed], overwritten: Mapping[int, int]
+) -> fx.Graph:
     backward = fx.Graph()
     env, states, targets = _backward_inputs(graph, handed, backward)
 
@@ -230,7 +243,7 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
     def lookup_to_write(node: fx.Node) -> fx.Node:
         return targets.get(graph.resolve(node)) or lookup(node)
 
-    for i, moment in zip(schedule.events, moments_of(graph, schedule), strict=True):
+    for number, (i, moment) in enumerate(zip(schedule.events, moments_of(graph, schedule), strict=True)):
         node, op = graph.nodes[i], graph.facts[i]
         if i in states:
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
@@ -241,6 +254,8 @@ def _backward_half(graph: JointGraph, schedule: Schedule, handed: Sequence[_Hand
             new.meta[PARTITIONER_TAG] = "is_backward"
         new.meta["autograd_backward"] = True
         new.meta[MOMENT_TAG] = moment
+        if len(schedule.forward) + number in overwritten:
+            write_over(new, env[overwritten[len(schedule.forward) + number]])
         env[i] = new
     outputs = [lookup(o) if isinstance(o, fx.Node) else o for o in graph.backward_outputs]
     output = backward.output(tuple(outputs))

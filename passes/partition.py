@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -20,11 +20,12 @@ from .plan import Plan
 from .ports import close_ports, open_ports
 from .ranges import byte_limits, choose_for_range
 from .shares import Shares
+from .simulate import simulate
 from .storage import Storages, find_storages
 from .stored import apply_plan
 from .symbols import Sizes
 from .unknown_sizes import require_known
-from .verify import verify_extracted, verify_schedule
+from .verify import verify_extracted, verify_memory, verify_schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,8 @@ class Request:
     budget: Budget | None = None
     fuses: bool = False
     """What will run the graphs fuses ops."""
+    overwrites: bool = False
+    """What will run the graphs runs ops that write to an input's memory as they stand."""
     unbacked_hint: int | None = None
     """What a size stands for that only the data tells, where nothing bounds it."""
     take_minimum: bool = False
@@ -76,7 +79,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)
     sizes = Sizes.find(graph.nodes, request.unbacked_hint)
     costs = price(graph, request.cost_model, sizes)
-    storages = find_storages(graph, fuses=request.fuses, sizes=sizes)
+    storages = find_storages(graph, fuses=request.fuses, overwrites=request.overwrites, sizes=sizes)
     return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
 
 
@@ -99,11 +102,20 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
     """Write the two graphs of a plan, and check them."""
     graph, constraints = prepared.problem.graph, prepared.problem.constraints
     verify_schedule(graph, constraints, chosen.schedule)
-    extracted = extract(graph, constraints, chosen.schedule)
+    extracted = extract(graph, constraints, chosen.schedule, _overwritten(prepared, chosen))
     verify_extracted(graph, extracted)
     offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
     close_ports(extracted.forward, extracted.backward)
+    verify_memory(extracted.forward.graph)
+    verify_memory(extracted.backward.graph)
     if any(prepared.storages.is_fused) and (chosen.plan.budget_bytes is not None or chosen.plan.shares):
         write_once(extracted.forward.graph)
         write_once(extracted.backward.graph)
     return Partitioned(extracted.forward, extracted.backward, chosen.plan)
+
+
+def _overwritten(prepared: Prepared, chosen: Chosen) -> Mapping[int, int]:
+    """What writes over what in a plan's order, if what runs the graphs can be told so."""
+    if not any(prepared.storages.overwrites):
+        return {}
+    return simulate(prepared.problem.graph, prepared.storages, chosen.schedule).overwritten

@@ -10,8 +10,8 @@ its result over an input that dies there, and both are guesses about a compiler,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -75,6 +75,8 @@ class Simulation:
     """What is empty now need not be at other sizes."""
     peaks: tuple[int, ...] = ()
     """If several sizes were looked at, the peak at each of them, the simulator's own first."""
+    overwritten: Mapping[int, int] = field(default_factory=dict)
+    """Moments at which a node writes its result over one of its inputs, and the position of that input."""
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -132,6 +134,7 @@ class Simulator:
         self.bytes_elsewhere = [[sizes.value_of_terms(terms) for terms in sizes.table] for sizes in elsewhere]
         """Per other sizes, the bytes of every size in the table."""
         self.fuses = any(storages.is_fused)
+        self.overwrites = any(storages.overwrites)
         self.places = [_place(storages, i, self.fuses) for i in range(len(graph.nodes))]
         self.own = [
             tuple(zip(num_bytes, sizes, strict=True))
@@ -163,9 +166,12 @@ class Simulator:
         return max([self._working_bytes(i) for i in allocating], default=0)
 
     def _working_bytes(self, i: int) -> int:
-        """What an op writes, and what it reads if it is a kernel of its own: a loop may write over its inputs."""
-        inputs = () if self.storages.is_fused[i] else self.graph.inputs[i]
-        held = {i, *(self._memory_of(j) for j in inputs)}
+        """What an op reads and writes; of one that may write over its inputs only the one or the other."""
+        if self.storages.is_fused[i]:
+            held: set[int | None] = {i}
+        else:
+            read = {self._memory_of(j) for j in self.graph.inputs[i]}
+            held = read if self.storages.overwrites[i] else read | {i}
         return sum(num_bytes for j in held if j is not None for num_bytes, _ in self.own[j])
 
     def _memory_of(self, i: int) -> int | None:
@@ -283,6 +289,7 @@ class _Run:
         self.sizes: list[int] = []
         self.first: list[int] = []
         self.last: list[int] = []
+        self.overwritten: dict[int, int] = {}
 
     def simulate(self, ends: dict[int, bool]) -> Simulation:
         """Allocate and release, moment by moment."""
@@ -341,6 +348,8 @@ class _Run:
     def _simulation(self) -> Simulation:
         if self.simulator.fuses:
             self._write_over_inputs()
+        elif self.simulator.overwrites:
+            self._overwrite()
         changes = [0] * (len(self.order) + 1)
         for num_bytes, first, last in zip(self.num_bytes, self.first, self.last, strict=True):
             changes[first] += num_bytes
@@ -357,6 +366,7 @@ class _Run:
             allocations=Allocations(self.num_bytes, self.first, self.last, self.sizes),
             has_symbols=bool(self.simulator.storages.sizes.symbols),
             peaks=tuple(max(one, default=0) for one in (live, *others)) if others else (),
+            overwritten=self.overwritten,
         )
 
     def _live_elsewhere(self, copies: Sequence[Memory]) -> list[list[int]]:
@@ -385,3 +395,30 @@ class _Run:
                 if is_equal and last[source] == moment and source != memory:
                     last[source] = moment - 1
                     break
+
+    def _overwrite(self) -> None:
+        """Where ops run one by one, those that may write over an input do so if that one is of no use any more."""
+        overwrites, order = self.simulator.storages.overwrites, self.order
+        all_bytes, sizes, last = self.num_bytes, self.sizes, self.last
+        for memory, (num_bytes, moment) in enumerate(zip(all_bytes, self.first, strict=True)):
+            if not num_bytes or not overwrites[order[moment]]:
+                continue
+            for source in self.reads[moment]:
+                if order[source] not in overwrites[order[moment]]:
+                    continue
+                old = self._held_alone(source, moment)
+                if old is not None and all_bytes[old] == num_bytes and sizes[old] == sizes[memory]:
+                    last[old] = moment - 1
+                    self.overwritten[moment] = order[source]
+                    break
+
+    def _held_alone(self, source: int, moment: int) -> int | None:
+        """The memory that a result is in, if the same half of the step has made it and nothing else reads it later."""
+        held, num_forward = self.held, len(self.schedule.forward)
+        if len(held[source]) != 1:
+            return None
+        (old,) = held[source]
+        is_own = (self.first[old] >= num_forward) == (moment >= num_forward)
+        # Another view of the same memory may lie elsewhere in it.
+        is_viewed = any(old in held[other] for other in self.reads[moment] if other != source)
+        return old if is_own and not is_viewed and self.last[old] == moment else None

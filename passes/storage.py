@@ -19,6 +19,7 @@ import torch.fx as fx
 from .constraints import base_is_viewed
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_facts import Kind
+from .overwrite import hides_sharing, overwritable
 from .symbols import Sizes, terms_of
 from .workspace import workspace_of
 
@@ -75,13 +76,16 @@ class Storages:
     """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
     relaid: frozenset[int]
     """Inputs of the step that a compiler copies into another layout; it hands the copy to backward."""
+    overwrites: tuple[tuple[int, ...], ...]
+    """The inputs to whose memory the node may write its result if nobody reads them later; none unless what runs the
+    graph can be told so."""
     workspace: Mapping[int, tuple[int, int]]
     """Memory that nodes take only while they run, as in `own_bytes` and `own_sizes`: what an allocator sees, and one
     who watches results does not."""
 
 
-def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None) -> Storages:
-    """Find the memory of every node's result, as an executor that fuses or does not would give it."""
+def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, sizes: Sizes | None = None) -> Storages:
+    """Find the memory of every node's result, as an executor would give it that fuses, overwrites, or does neither."""
     sizes = Sizes.find(graph.nodes) if sizes is None else sizes
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
     own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes) for i, (base, _) in enumerate(shared)])
@@ -101,8 +105,23 @@ def find_storages(graph: JointGraph, *, fuses: bool, sizes: Sizes | None = None)
         ),
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
+        overwrites=_overwrites(graph, [base for base, _ in shared]) if overwrites else ((),) * len(graph.nodes),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )
+
+
+def _overwrites(graph: JointGraph, base: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Per node the inputs that it may write over, unless something may share their memory and not say so."""
+
+    def owner(i: int) -> int:
+        while base[i] >= 0:
+            i = base[i]
+        return i
+
+    hiding = [i for i, node in enumerate(graph.nodes) if hides_sharing(node)]
+    shared = {owner(j) for i in hiding for j in (i, *graph.inputs[i])}
+    sources = [[graph.resolve(source) for source in overwritable(node)] for node in graph.nodes]
+    return tuple([tuple([j for j in inputs if owner(j) not in shared]) for inputs in sources])
 
 
 def storages_at(storages: Storages, sizes: Sizes) -> Storages:

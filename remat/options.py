@@ -65,6 +65,11 @@ class Options:
         """What runs the graphs fuses ops."""
         return self.inner == "inductor"
 
+    @property
+    def overwrites(self) -> bool:
+        """What runs the graphs is our own, so that it can be told to write results over what is not read any more."""
+        return self.inner == "aot_eager"
+
     @staticmethod
     def parse_own(options: Mapping[str, Any]) -> Options:
         """Check the options that a partition function takes: all but the inner compiler's."""

@@ -32,18 +32,20 @@ from .version import __version__
 class Partitioner(CustomPartitionerFn):
     """Splits joint graphs by remat's plan; picklable, with a key that says all it depends on."""
 
-    def __init__(self, options: Options, *, is_seen_by_caches: bool = True) -> None:
+    def __init__(self, options: Options, *, is_seen_by_caches: bool = True, overwrites: bool | None = None) -> None:
         self.options = options
+        overwrites = options.overwrites if overwrites is None else overwrites
         self.num_planned = 0
         """Joint graphs that came by; none if all of a compilation was found in a cache."""
         job = self._job()
         cost_model = cost_model_of(options, job)
-        self.plan_key = _plan_key(options, cost_model)
+        self.plan_key = _plan_key(options, cost_model, overwrites)
         self.request = Request(
             cost_model=cost_model,
             budget=options.budget,
             take_minimum=options.take_minimum,
             fuses=options.fuses,
+            overwrites=overwrites,
             unbacked_hint=options.unbacked_hint,
             stored=options.plans,
             key=self.plan_key,
@@ -138,8 +140,10 @@ def partitioner(*, inner: str = "inductor", **options: Any) -> Partitioner:
     """
     if inner not in INNERS:
         raise OptionError(f"inner={inner!r}: expected 'inductor' or 'aot_eager'")
-    # Nobody would notice here that a cache was hit, so what asks for a report must never hit one.
-    return Partitioner(replace(Options.parse_own(options), inner=inner), is_seen_by_caches=False)
+    # Nobody would notice here that a cache was hit, so what asks for a report must never hit one; and the caller's
+    # compiler may want graphs in which no op writes to its inputs, as AOTAutograd makes them.
+    parsed = replace(Options.parse_own(options), inner=inner)
+    return Partitioner(parsed, is_seen_by_caches=False, overwrites=False)
 
 
 def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
@@ -157,10 +161,10 @@ def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
     return models[options.cost_model](machines, options.fuses)
 
 
-def _plan_key(options: Options, cost_model: CostModel) -> str:
+def _plan_key(options: Options, cost_model: CostModel, overwrites: bool) -> str:
     """Everything a plan depends on beside its graph."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.take_minimum} {options.fuses} {options.unbacked_hint} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {options.fuses} {overwrites} {options.unbacked_hint} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
