@@ -6,6 +6,10 @@ copies of a value end up as one that lives long, and results that were never ali
 that feed each other may be fused, except that a reduction stays where it is: put off until its small result is read, it
 would keep what it reads alive until then. Other loops may be fused only if they run at the same moment of the plan.
 
+A compiler that puts a kernel made of an early and a late loop where the early one was, and all that it waits for before
+it, runs the main line of backward first and everything beside it (gradients of weights, say) in the end, with what that
+reads alive until then. Kernels are to run as soon as they can, and no earlier than the last of their loops.
+
 It may also compute a result twice. What a kernel of its own reads through a view is copied for it, and who reads the
 same result later computes it again from what it was made of, which has to live until then. Such results are to be
 written to memory once.
@@ -14,6 +18,7 @@ written to memory once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -82,6 +87,27 @@ def _reduces_before(slot: int, nodes: Iterable[fx.Node]) -> bool:
 
 def _moments(nodes: Iterable[fx.Node]) -> list[Moment]:
     return [node.meta[MOMENT_TAG] for node in nodes if MOMENT_TAG in node.meta]
+
+
+def kernel_order(ranks: Sequence[int], waits_for: Sequence[set[int]]) -> list[int]:
+    """Run what is ready, the lowest rank first: nothing is moved ahead because something late waits for it."""
+    missing = [len(others) for others in waits_for]
+    waiting: list[list[int]] = [[] for _ in ranks]
+    for k, others in enumerate(waits_for):
+        for other in others:
+            waiting[other].append(k)
+    ready = [(ranks[k], k) for k, number in enumerate(missing) if not number]
+    heapify(ready)
+    order = []
+    while ready:
+        _, done = heappop(ready)
+        order.append(done)
+        for k in waiting[done]:
+            missing[k] -= 1
+            if not missing[k]:
+                heappush(ready, (ranks[k], k))
+    assert len(order) == len(ranks), "kernels wait for each other"
+    return order
 
 
 def write_once(graph: fx.Graph) -> None:

@@ -370,6 +370,32 @@ def _choices_with(may_fuse: MayFuse) -> Any:
     return Choices()
 
 
+class KernelOrder(Protocol):
+    """Given when each kernel is to run, and which others it has to wait for: their order."""
+
+    def __call__(self, ranks: list[int], waits_for: list[set[int]]) -> list[int]: ...
+
+
+def kernel_order_pass(order: KernelOrder, key: str) -> Any:
+    """A setting of inductor that puts the kernels in order once it has made them; `key` stands for it in caches."""
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+
+    class Reorder(CustomSchedulerPass):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            maker = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
+            made = [{maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker} for node in nodes]
+            waits_for = [others - {k} for k, others in enumerate(made)]
+            return [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
+
+        def uuid(self) -> str:
+            return key
+
+        def __reduce__(self) -> tuple[type[str], tuple[str]]:
+            return (str, (key,))  # settings are pickled into the keys of caches
+
+    return Reorder()
+
+
 def _origins(kernel: Any) -> list[fx.Node]:
     """The graph nodes that a kernel of inductor's was made from."""
     return [origin for part in kernel.get_nodes() if part.node is not None for origin in part.node.get_origins()]

@@ -10,10 +10,10 @@ import torch.fx as fx
 from .capture import split_only
 from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
-from .partition_fn import Partitioner
-from .passes.fusion import may_fuse
+from .partition_fn import Partitioner, source_digest
+from .passes.fusion import kernel_order, may_fuse
 from .passes.out_of_memory import advising
-from .passes.torch_private import aot_compile, boxed, inductor_compile, run_graph_as_is
+from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 """What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size
@@ -33,7 +33,7 @@ def remat(
     gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
         has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
-        memory = KEEP_ORDER if has_order else {}
+        memory = _keep_order() if has_order else {}
         settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
         compiled = inductor_compile(
             gm,
@@ -47,6 +47,11 @@ def remat(
         return compiled
     compiler = _graph_compiler(parsed.inner, partitioner)
     return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
+
+
+def _keep_order() -> dict[str, Any]:
+    """Settings under which inductor runs what the plan says, when it says so."""
+    return {**KEEP_ORDER, "_post_fusion_custom_pass": kernel_order_pass(kernel_order, f"remat-{source_digest()}")}
 
 
 def _graph_compiler(

@@ -1,0 +1,89 @@
+"""A compiler's kernels run in the order of the plan: nothing is moved ahead because something late waits for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from remat.passes.fusion import kernel_order
+from torch import nn
+
+import remat
+from remat import backend
+from remat.report.counting import activation_peak, clear_gradients
+
+
+def test_what_is_ready_runs_in_order_of_rank() -> None:
+    assert kernel_order([0, 1, 2, 3], [set(), set(), set(), set()]) == [0, 1, 2, 3]
+    assert kernel_order([2, 0, 1], [set(), set(), {1}]) == [1, 2, 0]
+
+
+def test_late_kernel_does_not_pull_ahead_what_it_waits_for() -> None:
+    # A line 0 -> 2 -> 4 with a gradient beside each step (1, 3, 5); 6 was made of an early loop and a late one.
+    waits_for: list[set[int]] = [set(), {0}, {0}, {2}, {2}, {4}, {4}]
+    assert kernel_order([0, 1, 2, 3, 4, 5, 6], waits_for) == [0, 1, 2, 3, 4, 5, 6]
+    # What waits for such a kernel is put off, and nothing else is.
+    waits_for[1] = {0, 6}
+    assert kernel_order([0, 1, 2, 3, 4, 5, 6], waits_for) == [0, 2, 3, 4, 5, 6, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_order_respects_what_is_waited_for(seed: int) -> None:
+    rng = random.Random(seed)
+    waits_for = [{other for other in range(k) if rng.random() < 0.2} for k in range(30)]
+    ranks = [rng.randrange(30) for _ in range(30)]
+    order = kernel_order(ranks, waits_for)
+    place = {k: number for number, k in enumerate(order)}
+    assert sorted(order) == list(range(30))
+    assert all(place[other] < place[k] for k, others in enumerate(waits_for) for other in others)
+
+
+def step_of(name: str, size: zoo.Size) -> tuple[Callable[[], torch.Tensor], list[nn.Parameter]]:
+    built = zoo.get(name).build(size)
+    batch = built.make_batch(0)
+    return lambda: built.loss_fn(built.model, batch), list(built.model.parameters())
+
+
+@pytest.mark.parametrize(("memory_budget", "is_ordered"), [(None, False), (0.9, True)])
+def test_kernels_are_put_in_order_under_a_budget(
+    memory_budget: float | None, is_ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def counted(ranks: list[int], waits_for: list[set[int]]) -> list[int]:
+        lengths.append(len(ranks))
+        return kernel_order(ranks, waits_for)
+
+    monkeypatch.setattr(backend, "kernel_order", counted)
+    torch._dynamo.reset()
+    step, _ = step_of("vit", "tiny")
+    # A cache would hold the code already, and nobody would be asked.
+    options = {"memory_budget": memory_budget, "force_disable_caches": True}
+    torch.compile(step, backend="remat", options=options, fullgraph=True)().backward()
+    assert (len(lengths) == 2 and min(lengths) > 5) if is_ordered else not lengths
+
+
+@pytest.mark.slow
+def test_gradients_beside_the_main_line_are_not_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diffusion UNet: the gradient of its time embedding is a sum over all blocks, ready last, begun first."""
+    step, parameters = step_of("unet", "bench")
+
+    def measured_over_predicted(folder: Path) -> float:
+        torch._dynamo.reset()
+        options = {"memory_budget": 0.5, "dump": str(folder)}
+        compiled = torch.compile(step, backend="remat", options=options, fullgraph=True)
+        compiled().backward()
+        clear_gradients(parameters)
+        peak = activation_peak(compiled, parameters, counter="allocator").activation_bytes
+        (file,) = folder.glob("*.json")
+        return peak / remat.Plan.load(file).peak.num_bytes
+
+    kept = measured_over_predicted(tmp_path / "kept")
+    monkeypatch.setattr(backend, "_keep_order", lambda: dict(backend.KEEP_ORDER))
+    put_off = measured_over_predicted(tmp_path / "put_off")
+    assert kept <= 1.05
+    assert put_off > 1.15
