@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 import zoo
 from remat.passes.fusion import kernel_order
 from torch import nn
@@ -61,9 +62,9 @@ def test_kernels_are_put_in_order_under_a_budget(
     monkeypatch.setattr(backend, "kernel_order", counted)
     torch._dynamo.reset()
     step, _ = step_of("vit", "tiny")
-    # A cache would hold the code already, and nobody would be asked.
-    options = {"memory_budget": memory_budget, "force_disable_caches": True}
-    torch.compile(step, backend="remat", options=options, fullgraph=True)().backward()
+    compiled = torch.compile(step, backend="remat", options={"memory_budget": memory_budget}, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):  # which have the code already, and ask nobody
+        compiled().backward()
     assert (len(lengths) == 2 and min(lengths) > 5) if is_ordered else not lengths
 
 
