@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 import zoo
 from remat.passes.fusion import kernel_order
@@ -63,7 +64,11 @@ def test_kernels_are_put_in_order_under_a_budget(
     torch._dynamo.reset()
     step, _ = step_of("vit", "tiny")
     compiled = torch.compile(step, backend="remat", options={"memory_budget": memory_budget}, fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):  # which have the code already, and ask nobody
+    # Caches may have the code already, and ask nobody.
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         compiled().backward()
     assert (len(lengths) == 2 and min(lengths) > 5) if is_ordered else not lengths
 
