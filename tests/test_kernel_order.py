@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,6 @@ def test_order_respects_what_is_waited_for(seed: int) -> None:
     assert all(place[other] < place[k] for k, others in enumerate(waits_for) for other in others)
 
 
-def step_of(name: str, size: zoo.Size) -> tuple[Callable[[], torch.Tensor], list[nn.Parameter]]:
-    built = zoo.get(name).build(size)
-    batch = built.make_batch(0)
-    return lambda: built.loss_fn(built.model, batch), list(built.model.parameters())
-
-
 @pytest.mark.parametrize(("memory_budget", "is_ordered"), [(None, False), (0.9, True)])
 def test_kernels_are_put_in_order_under_a_budget(
     memory_budget: float | None, is_ordered: bool, monkeypatch: pytest.MonkeyPatch
@@ -62,25 +55,28 @@ def test_kernels_are_put_in_order_under_a_budget(
 
     monkeypatch.setattr(backend, "kernel_order", counted)
     torch._dynamo.reset()
-    step, _ = step_of("vit", "tiny")
-    compiled = torch.compile(step, backend="remat", options={"memory_budget": memory_budget}, fullgraph=True)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())))
+    options = {"memory_budget": memory_budget}
+    compiled = torch.compile(lambda x: model(x).sum(), backend="remat", options=options, fullgraph=True)
     # Caches may have the code already, and ask nobody.
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
-        compiled().backward()
+        compiled(torch.randn(16, 8)).backward()
     assert (len(lengths) == 2 and min(lengths) > 5) if is_ordered else not lengths
 
 
 @pytest.mark.slow
 def test_gradients_beside_the_main_line_are_not_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A diffusion UNet: the gradient of its time embedding is a sum over all blocks, ready last, begun first."""
-    step, parameters = step_of("unet", "bench")
+    built = zoo.get("unet").build("bench")
+    batch, parameters = built.make_batch(0), list(built.model.parameters())
 
     def measured_over_predicted(folder: Path) -> float:
         torch._dynamo.reset()
         options = {"memory_budget": 0.5, "dump": str(folder)}
+        step = lambda: built.loss_fn(built.model, batch)  # noqa: E731
         compiled = torch.compile(step, backend="remat", options=options, fullgraph=True)
         compiled().backward()
         clear_gradients(parameters)
