@@ -11,7 +11,8 @@
                     with symbols: ranges plans for a range of sizes (peaks: the peak as an expression, unknown_sizes:
                     what no budget is planned with), validity says for which sizes a plan holds
     schedule        the order of backward, each recomputation just before its first reader
-    extract         forward and backward as graphs; rng replays random ops
+    extract         forward and backward as graphs; rng replays random ops; overwrite leaves results
+                    in memory that is of no use any more
     verify          plans and graphs checked against the rules, always
     offload         saved values that wait in host memory, or in a file (disk: the file, disk_op: the op that fills it)
     partition       the pipeline above, on one screen
