@@ -193,14 +193,18 @@ class Planner:
         """The fastest schedule found whose peak fits; None if none does."""
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest
-        offers = list(self._offers(budget_bytes))
-        offers += self._cuts_at_the_peak(offers, budget_bytes)
-        offers += self.improver.within(offers, budget_bytes)
+        offers = self._searched(budget_bytes)
         if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
             offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
         self.rivals += [self.fastest, *offers]
         fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
+
+    def _searched(self, budget_bytes: int) -> list[Offer]:
+        """What the planners find for a budget, whether it fits or not."""
+        offers = list(self._offers(budget_bytes))
+        offers += self._cuts_at_the_peak(offers, budget_bytes)
+        return offers + self.improver.within(offers, budget_bytes)
 
     def _offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self.without_recompute
@@ -275,7 +279,16 @@ class Planner:
             if lower is best:
                 break
             best = lower
-        return self.improver.lower([best, self.fastest, *self.dearer_cuts])
+        return self._lowered(self.improver.lower([best, self.fastest, *self.dearer_cuts]))
+
+    def _lowered(self, lowest: Offer) -> Offer:
+        """What a search within the lowest peak itself finds: some schedules fit with room to spare."""
+        for _ in range(ROUNDS_TO_MINIMUM):
+            lower = min((lowest, *self.improver.within([lowest], lowest.peak_bytes)), key=_by_peak)
+            if lower.peak_bytes == lowest.peak_bytes:
+                break
+            lowest = lower
+        return lowest
 
     def _programme(self, memory_bytes: int) -> ChainProgramme:
         if memory_bytes not in self._programmes:

@@ -137,12 +137,12 @@ class Improver(Generic[J]):
 
     def within(self, offers: Sequence[J], budget_bytes: int) -> list[J]:
         """Look for schedules that fit a budget and are faster than those offered."""
-        self.nodes_left = NODES_SIMULATED if self._is_small else NODES_SIMULATED_IF_LARGE
+        self.nodes_left = NODES_SIMULATED if self.is_small else NODES_SIMULATED_IF_LARGE
         ranked = sorted(offers, key=lambda o: self._energy(o, budget_bytes))
         # What nearly fits often leads further; what fits leads somewhere for certain.
         fitting = [o for o in ranked[2:] if o.peak_bytes <= budget_bytes and ranked[1].peak_bytes > budget_bytes]
         starts = [self.read(o.schedule) for o in (*ranked[:2], *fitting[:1])]
-        if self._is_small:
+        if self.is_small:
             starts.append(self._best_kept(offers, budget_bytes, self._keep_plainly, 3 * NODES_SIMULATED // 4))
             starts.append(self._best_kept(offers, budget_bytes, self._keep_only, NODES_SIMULATED // 2))
         filled = [self._fill(start, budget_bytes) for start in starts]
@@ -152,7 +152,7 @@ class Improver(Generic[J]):
     def lower(self, offers: Sequence[J]) -> J:
         """Look for a lower peak than those offered have."""
         lowest = min(offers, key=_by_peak)
-        if not self._is_small:
+        if not self.is_small:
             return lowest
         for _ in range(ROUNDS_TO_LOWER):
             lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=_by_peak)
@@ -162,7 +162,7 @@ class Improver(Generic[J]):
         return lowest
 
     @property
-    def _is_small(self) -> bool:
+    def is_small(self) -> bool:
         """True if forgetting everything everywhere can be tried, and annealing pays."""
         return len(self.members) * len(self.roots) < LARGEST_TABLE
 
