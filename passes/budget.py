@@ -194,8 +194,9 @@ class Planner:
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest
         offers = self._searched(budget_bytes)
-        if budget_bytes < min(o.peak_bytes for o in offers) and self.lowest.peak_bytes <= budget_bytes:
-            offers += [self.lowest, *self.improver.within([self.lowest], budget_bytes)]
+        if budget_bytes < min(o.peak_bytes for o in offers):
+            low = self.low_enough(budget_bytes)
+            offers += [] if low is None else [low, *self.improver.within([low], budget_bytes)]
         self.rivals += [self.fastest, *offers]
         fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes), default=None)
@@ -267,9 +268,15 @@ class Planner:
             else:
                 high = middle - 1
 
+    def low_enough(self, budget_bytes: int) -> Offer | None:
+        """A schedule near the lowest that fits, looked for no longer than needed; None if there is none."""
+        if self.low.peak_bytes <= budget_bytes:
+            return self.low
+        return self.lowest if self.lowest.peak_bytes <= budget_bytes else None
+
     @cached_property
-    def lowest(self) -> Offer:
-        """The schedule with the lowest peak found."""
+    def low(self) -> Offer:
+        """The lowest schedule that the planners and a search around them find."""
         best = min((self.fastest, self.without_recompute, *self.dearer_cuts), key=_by_peak)
         for _ in range(ROUNDS_TO_MINIMUM):
             programme = self._programme(best.peak_bytes)
@@ -279,10 +286,12 @@ class Planner:
             if lower is best:
                 break
             best = lower
-        return self._lowered(self.improver.lower([best, self.fastest, *self.dearer_cuts]))
+        return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
-    def _lowered(self, lowest: Offer) -> Offer:
-        """What a search within the lowest peak itself finds: some schedules fit with room to spare."""
+    @cached_property
+    def lowest(self) -> Offer:
+        """The schedule with the lowest peak found: a search within a peak may end far below it."""
+        lowest = self.low
         for _ in range(ROUNDS_TO_MINIMUM):
             lower = min((lowest, *self.improver.within([lowest], lowest.peak_bytes)), key=_by_peak)
             if lower.peak_bytes == lowest.peak_bytes:

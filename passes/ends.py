@@ -73,13 +73,12 @@ class EndPlanner(Planner):
         fewer._written = self.written()
         return fewer
 
-    def refine(self, planner: Planner, budget_bytes: int) -> None:
+    def refine(self, planner: Planner, lowest: Offer, budget_bytes: int) -> None:
         """Look for faster schedules than the lowest one of a planner at other sizes, which is known to fit.
 
         Of the planners, only that of the chain gets as low. What it believed of memory at the other sizes steers well
         enough where the local search can make many tries; where it cannot, the chain is looked at anew.
         """
-        lowest = planner.lowest
         offers = [self._offer(lowest.schedule, lowest.planner)]
         if FEW_TRIES * len(offers[0].simulation.order) > NODES_SIMULATED_IF_LARGE:
             offers += self._chain_offers(budget_bytes)

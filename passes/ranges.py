@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budget import FUSION_MARGIN, Budget, Planner, extra_ticks
+from .budget import FUSION_MARGIN, Budget, Offer, Planner, extra_ticks
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .cost import CostModel, price
 from .ends import EndPlanner
@@ -144,7 +144,7 @@ class _RangePlanner:
         """What is left for a compiler, as the planner does for a budget of the whole graph alone."""
         self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
         self._known: dict[int, _Known] = {}
-        self._lowest_of = self.at_base
+        self._low_of = self.at_base
 
     def choose(self) -> Chosen:
         """Plan where the fastest plan ends to fit, or for the upper end of a range beyond that."""
@@ -177,24 +177,29 @@ class _RangePlanner:
         lowest = self._lowest()
         bounded = self._bounded(lowest.offer.schedule)
         ends = self._ends(lambda sizes: all(b.fits(sizes) for b in bounded))
-        return (self._planned_for(ends, has_lowest=True) or lowest) if ends else None
+        return (self._planned_for(ends, lowest.offer) or lowest) if ends else None
 
     def _lowest(self) -> Picked:
         """The plan with the lowest peak here; of plans for regions' budgets alone, the one for very large sizes."""
         if self.request.budget is None:
             return self._quietly(self._scaled(self.whole * FAR))
-        return Picked(self._lowest_of.lowest, self.request.budget.resolve(self.at_base))
+        planner = self._low_of
+        offer = planner.low if self._fits_here(planner.low) else planner.lowest
+        return Picked(offer, self.request.budget.resolve(self.at_base))
 
-    def _takes_lowest_of(self, planner: Planner) -> None:
-        """Take another planner's lowest plan where it fits here: it has looked at most of the graph already."""
-        if all(b.fits(self.base) for b in self._bounded(planner.lowest.schedule)):
-            self._lowest_of = planner
+    def _take_low_of(self, planner: Planner) -> None:
+        """Take another planner's low plan where it fits here: it has looked at most of the graph already."""
+        if self._fits_here(planner.low):
+            self._low_of = planner
 
-    def _planned_for(self, ends: Sequence[Sizes], *, has_lowest: bool = False) -> Picked | None:
+    def _fits_here(self, offer: Offer) -> bool:
+        return all(b.fits(self.base) for b in self._bounded(offer.schedule))
+
+    def _planned_for(self, ends: Sequence[Sizes], lowest: Offer | None = None) -> Picked | None:
         """A plan that fits at some ends of a range, and here; None if there is none. Where no plan fits, none has to.
 
-        The first of the ends is in the direction of the present sizes. If the range `has_lowest`, its ends are those of
-        where the lowest plan fits.
+        The first of the ends is in the direction of the present sizes. If the `lowest` plan is given, the ends are those
+        of where it fits.
         """
         if not ends:
             return None
@@ -202,17 +207,17 @@ class _RangePlanner:
             return self._fitting_all(ends)
         planner = EndPlanner(*self._at(ends[0]), ends[1:], self.here.scheduler)
         bound = self._limit_bytes(self.limits[0])
-        if has_lowest:
-            planner.refine(self._lowest_of, bound)
+        if lowest is not None:
+            planner.refine(self._low_of, lowest, bound)
         else:
             reachable = planner.reachable(bound)
             if not reachable[0]:
-                self._takes_lowest_of(planner)
+                self._take_low_of(planner)
                 return None
             planner = planner.only(reachable)
             planner.within(bound)
         rivals = tuple(rival.schedule for rival in planner.rivals)
-        offers = (o for o in planner.best(bound) if all(b.fits(self.base) for b in self._bounded(o.schedule)))
+        offers = filter(self._fits_here, planner.best(bound))
         return next((Picked(offer, self.limits[0].num_bytes, rivals=rivals) for offer in offers), None)
 
     def _fitting_all(self, ends: Sequence[Sizes]) -> Picked | None:
