@@ -200,24 +200,34 @@ def _backward_of_blocks(problem: FlowProblem, num_blocks: int, block_of: dict[in
 
     Backward undoes blocks in reverse order, with stragglers: the gradient of something that many blocks read is
     computed early, from values of an early block. So a node stands where the latest block is that a node from there on
-    still reads a value of.
+    still reads a value of. A constant that the loss and every layer's gradient read says nothing about the place.
     """
     nodes: list[list[int]] = [[] for _ in range(num_blocks)]
     current = 0
+    constants = _made_of_nothing(problem.graph)
     for root in reversed(roots(problem.graph)):
-        read = _forward_values_read(problem.graph, problem, root)
+        read = _forward_values_read(problem.graph, problem, root, constants)
         current = max([current, *(block_of.get(v, 0) for v in read)])
         nodes[current].append(root)
     return [tuple(reversed(group)) for group in nodes]
 
 
-def _forward_values_read(graph: JointGraph, problem: FlowProblem, root: int) -> list[int]:
-    """The forward values a backward node reads, seen through what only backward computes."""
+def _made_of_nothing(graph: JointGraph) -> set[int]:
+    """Nodes whose results depend on no input: filled tensors, ranges, and what is computed from them."""
+    found: set[int] = set()
+    for i, inputs in enumerate(graph.inputs):
+        if graph.roles[i] in (Role.FORWARD, Role.EITHER, Role.CONSTANT) and found.issuperset(inputs):
+            found.add(i)
+    return found
+
+
+def _forward_values_read(graph: JointGraph, problem: FlowProblem, root: int, constants: set[int]) -> list[int]:
+    """The forward values a backward node reads, seen through what only backward computes; constants do not count."""
     found: list[int] = []
     stack = list(graph.inputs[root])
     while stack:
         j = stack.pop()
-        if j not in problem.value_of:
+        if j not in problem.value_of or j in constants:
             continue
         if graph.roles[j] is Role.EITHER:
             stack.extend(graph.inputs[j])

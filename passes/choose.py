@@ -82,7 +82,9 @@ def pick_from(planner: Planner, budget: Budget | None) -> Picked:
     if budget is None:
         return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
-    offer = planner.within_safely(budget_bytes) or budget.when_infeasible(planner, budget_bytes)
+    offer = planner.within_if_any(budget.safe_bytes(planner, budget_bytes)) or budget.when_infeasible(
+        planner, budget_bytes
+    )
     rivals = tuple(rival.schedule for rival in planner.rivals)
     least = planner.least_ticks(budget_bytes) if offer.peak_bytes <= budget_bytes else None
     return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals, least_ticks=least)

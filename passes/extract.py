@@ -10,7 +10,7 @@ A saved value has the same name in both graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -34,6 +34,7 @@ from .joint_graph import (
 from .overwrite import write_over
 from .schedule import Schedule
 from .torch_private import (
+    REALIZE_TAG,
     FakeScriptObject,
     SavedForBackwardsAOTOutput,
     SavedForBackwardsNoVcCheckAOTOutput,
@@ -59,17 +60,22 @@ class Extracted:
 
 
 def extract(
-    graph: JointGraph, constraints: Constraints, schedule: Schedule, overwritten: Mapping[int, int] | None = None
+    graph: JointGraph,
+    constraints: Constraints,
+    schedule: Schedule,
+    overwritten: Mapping[int, int] | None = None,
+    realized: Collection[int] = (),
 ) -> Extracted:
     """Write forward and backward as graphs of their own.
 
-    `overwritten` says of which moments of the step nodes write their result over an input, and over which.
+    `overwritten` says of which moments of the step nodes write their result over an input, and over which; `realized`
+    of which moments of backward a compiler is to write the result to memory.
     """
     overwritten = overwritten or {}
     forward, env, states = _forward_half(graph, schedule, overwritten)
     handed = _hand_over(graph, constraints, schedule, forward, env, states)
     _add_output(forward, graph, env, handed)
-    backward = _backward_half(graph, schedule, handed, overwritten)
+    backward = _backward_half(graph, schedule, handed, overwritten, realized)
     return Extracted(
         forward=graph_module(graph.module, forward),
         backward=graph_module(graph.module, backward),
@@ -229,7 +235,11 @@ def _forward_rank(handed: _Handed) -> tuple[int, int]:
 
 
 def _backward_half(
-    graph: JointGraph, schedule: Schedule, handed: Sequence[_Handed], overwritten: Mapping[int, int]
+    graph: JointGraph,
+    schedule: Schedule,
+    handed: Sequence[_Handed],
+    overwritten: Mapping[int, int],
+    realized: Collection[int],
 ) -> fx.Graph:
     backward = fx.Graph()
     env, states, targets = _backward_inputs(graph, handed, backward)
@@ -254,6 +264,8 @@ def _backward_half(
             new.meta[PARTITIONER_TAG] = "is_backward"
         new.meta["autograd_backward"] = True
         new.meta[MOMENT_TAG] = moment
+        if len(schedule.forward) + number in realized:
+            new.meta[REALIZE_TAG] = True
         if len(schedule.forward) + number in overwritten:
             write_over(new, env[overwritten[len(schedule.forward) + number]])
         env[i] = new

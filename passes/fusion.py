@@ -13,6 +13,9 @@ reads alive until then. Kernels are to run as soon as they can, and no earlier t
 It may also compute a result twice. What a kernel of its own reads through a view is copied for it, and who reads the
 same result later computes it again from what it was made of, which has to live until then. Such results are to be
 written to memory once.
+
+And it may not compute a result twice that a plan counts on: on a CPU the result of an exponential that several loops
+read is written to memory, and stays there until the last of them. Such a loop is repeated at each moment that reads it.
 """
 
 from __future__ import annotations
@@ -71,7 +74,10 @@ def may_fuse(first: Sequence[fx.Node], second: Sequence[fx.Node], *, feed_each_o
     slot, other = max(m.slot for m in moments), max(m.slot for m in others)
     if slot == other:
         return True
-    return feed_each_other and not _reduces_before(max(slot, other), (*first, *second))
+    if not feed_each_other or _reduces_before(max(slot, other), (*first, *second)):
+        return False
+    early = first if slot < other else second
+    return not _is_read_before(max(slot, other), early)
 
 
 def _reduces_before(slot: int, nodes: Iterable[fx.Node]) -> bool:
@@ -83,6 +89,13 @@ def _reduces_before(slot: int, nodes: Iterable[fx.Node]) -> bool:
         and facts_of(node.target).kind in _REDUCTIONS
         for node in nodes
     )
+
+
+def _is_read_before(slot: int, nodes: Sequence[fx.Node]) -> bool:
+    """Does anything else read one of the nodes before a slot? Then all that is made one with it has to run by then."""
+    own = set(nodes)
+    readers = (reader for node in nodes for reader, _, _ in _readers(node) if reader not in own)
+    return any(moment.slot < slot for moment in _moments(readers))
 
 
 def _moments(nodes: Iterable[fx.Node]) -> list[Moment]:
@@ -113,15 +126,49 @@ def kernel_order(ranks: Sequence[int], waits_for: Sequence[set[int]]) -> list[in
 def write_once(graph: fx.Graph) -> None:
     """Have results written to memory that a kernel reads through a view and a loop reads, too."""
     for node in graph.nodes:
-        if not _is_loop(node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        facts = facts_of(node.target)
-        if facts.kind not in INLINED_KINDS or facts.is_view:
+        if not _is_inlined(node):
             continue
         readers = list(_readers(node))
         feeds_kernel = any(is_view and reader.op == "call_function" and not loop for reader, is_view, loop in readers)
         if feeds_kernel and any(loop for _, _, loop in readers):
             node.meta[REALIZE_TAG] = True
+
+
+def repeat_exponentials(graph: fx.Graph) -> None:
+    """Have loops with an exponential computed at each moment of backward that reads them, and not kept in between."""
+    repeated: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _can_repeat(node) and (
+            facts_of(node.target).is_exponential or not repeated.isdisjoint(node.all_input_nodes)
+        ):
+            repeated.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in repeated:
+            _repeat_at_each_slot(graph, node)
+
+
+def _can_repeat(node: fx.Node) -> bool:
+    """True for a loop or a view that may be computed again and that nobody wants in memory."""
+    if not _is_loop(node) or node.meta.get(REALIZE_TAG) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    facts = facts_of(node.target)
+    return facts.kind in INLINED_KINDS and facts.is_pure
+
+
+def _repeat_at_each_slot(graph: fx.Graph, node: fx.Node) -> None:
+    users = list(node.users)
+    if not all(MOMENT_TAG in user.meta and _is_loop(user) for user in users):
+        return
+    slots: dict[int, list[fx.Node]] = {}
+    for user in users:
+        slots.setdefault(user.meta[MOMENT_TAG].slot, []).append(user)
+    for late in sorted(slots)[1:]:
+        first = min(slots[late])
+        with graph.inserting_before(first):
+            copy = graph.node_copy(node, lambda source: source)
+        copy.meta = {**node.meta, MOMENT_TAG: first.meta[MOMENT_TAG], COPY_TAG: node.name}
+        for user in slots[late]:
+            user.replace_input_with(node, copy)
 
 
 def _readers(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bool, bool]]:
@@ -131,6 +178,14 @@ def _readers(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bo
             yield from _readers(user, True)
         else:
             yield user, is_view, _is_loop(user)
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """True for what readers compute in their own loops, if nobody insists on memory."""
+    if not _is_loop(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    facts = facts_of(node.target)
+    return facts.kind in INLINED_KINDS and not facts.is_view
 
 
 def _is_loop(node: fx.Node) -> bool:

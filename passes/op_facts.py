@@ -60,6 +60,12 @@ class OpFacts:
     """Turns tensor data into a Python number or a shape."""
     is_uninitialized: bool = False
     """Returns memory with nothing in it yet: two results are two buffers, however alike the calls."""
+    is_scatter: bool = False
+    """Writes some elements of its result after others: compilers give it memory, whoever reads it."""
+    is_concatenation: bool = False
+    """Puts its result together from several inputs."""
+    is_exponential: bool = False
+    """Computes an exponential: compilers do so once, even if several loops read the result."""
     is_convolution: bool = False
     """A convolution: compilers like its inputs in another layout than they come in."""
     has_body: bool = False
@@ -178,6 +184,9 @@ _SEEDED = _names(
     prims::inductor_random prims::inductor_randint prims::inductor_lookup_seed prims::inductor_force_stride_order
     """
 )
+_SCATTERS = _names("scatter scatter_add scatter_reduce index_put _unsafe_index_put index_add index_copy masked_scatter")
+_CONCATENATIONS = _names("cat stack")
+_EXPONENTIALS = _names("exp sigmoid silu")
 # Its kernel returns its input's storage although the schema does not say so.
 _SILENT_VIEWS = _names("_unsafe_view _reshape_alias")
 # Libraries whose every op talks to other ranks, or acts on storages, streams or generators behind the graph's back.
@@ -242,6 +251,9 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_mutating=op._schema.is_mutable,
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,
         is_uninitialized=name in _UNINITIALIZED,
+        is_scatter=name in _SCATTERS,
+        is_concatenation=name in _CONCATENATIONS,
+        is_exponential=name in _EXPONENTIALS,
         is_convolution=name in _CONVOLUTIONS,
         reads_data=name in _READS_DATA or torch.Tag.data_dependent_output in op.tags,
     )

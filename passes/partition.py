@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -13,8 +13,9 @@ from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
 from .flow import FlowProblem
-from .fusion import write_once
+from .fusion import repeat_exponentials, write_once
 from .joint_graph import JointGraph
+from .kernels import Held, held_between
 from .offload import offload_values
 from .plan import Plan
 from .ports import close_ports, open_ports
@@ -35,6 +36,8 @@ class Partitioned:
     forward: fx.GraphModule
     backward: fx.GraphModule
     plan: Plan
+    held: Held
+    """What is in memory between the two, if a compiler's kernels are to be compared with a budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +105,26 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
     """Write the two graphs of a plan, and check them."""
     graph, constraints = prepared.problem.graph, prepared.problem.constraints
     verify_schedule(graph, constraints, chosen.schedule)
-    extracted = extract(graph, constraints, chosen.schedule, _overwritten(prepared, chosen))
+    simulation = simulate(graph, prepared.storages, chosen.schedule)
+    is_told = has_order(prepared, chosen)
+    realized = simulation.realized if is_told else ()
+    extracted = extract(graph, constraints, chosen.schedule, simulation.overwritten, realized)
     verify_extracted(graph, extracted)
     offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
     close_ports(extracted.forward, extracted.backward)
     verify_memory(extracted.forward.graph)
     verify_memory(extracted.backward.graph)
-    if any(prepared.storages.is_fused) and (chosen.plan.budget_bytes is not None or chosen.plan.shares):
-        write_once(extracted.forward.graph)
-        write_once(extracted.backward.graph)
-    return Partitioned(extracted.forward, extracted.backward, chosen.plan)
+    if not is_told:
+        return Partitioned(extracted.forward, extracted.backward, chosen.plan, Held())
+    write_once(extracted.forward.graph)
+    write_once(extracted.backward.graph)
+    if prepared.storages.groups_loops:
+        repeat_exponentials(extracted.backward.graph)
+    names = [node.name for node in extracted.backward.graph.find_nodes(op="placeholder")]
+    held = held_between(simulation, graph, prepared.storages, names)
+    return Partitioned(extracted.forward, extracted.backward, chosen.plan, held)
 
 
-def _overwritten(prepared: Prepared, chosen: Chosen) -> Mapping[int, int]:
-    """What writes over what in a plan's order, if what runs the graphs can be told so."""
-    if not any(prepared.storages.overwrites):
-        return {}
-    return simulate(prepared.problem.graph, prepared.storages, chosen.schedule).overwritten
+def has_order(prepared: Prepared, chosen: Chosen) -> bool:
+    """Is a compiler to keep to the plan's order, since a budget counts on it?"""
+    return any(prepared.storages.is_fused) and (chosen.plan.budget_bytes is not None or bool(chosen.plan.shares))

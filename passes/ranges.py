@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budget import FUSION_MARGIN, Budget, Offer, Planner, extra_ticks
+from .budget import Budget, Offer, Planner, extra_ticks
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .cost import CostModel, price
 from .ends import EndPlanner
@@ -140,7 +140,8 @@ class _RangePlanner:
         self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
         self.is_of_graph = not Shares.find(self.problem.graph).budgets
         """There is one limit, and it is one of the whole graph."""
-        self.margin = FUSION_MARGIN if request.fuses and self.is_of_graph else 0.0
+        budget = request.budget if self.is_of_graph else None
+        self.margin = 0.0 if budget is None else budget.margin_in(self.storages)
         """What is left for a compiler, as the planner does for a budget of the whole graph alone."""
         self.whole = PARTS_OF_ONE if len(self.open) == 1 else PARTS_OF_SEVERAL
         self._known: dict[int, _Known] = {}
@@ -198,8 +199,8 @@ class _RangePlanner:
     def _planned_for(self, ends: Sequence[Sizes], lowest: Offer | None = None) -> Picked | None:
         """A plan that fits at some ends of a range, and here; None if there is none. Where no plan fits, none has to.
 
-        The first of the ends is in the direction of the present sizes. If the `lowest` plan is given, the ends are those
-        of where it fits.
+        The first of the ends is in the direction of the present sizes. If the `lowest` plan is given, the ends are
+        those of where it fits.
         """
         if not ends:
             return None

@@ -5,7 +5,9 @@ its caller stays to the end; finished gradients are the step's result and are no
 parameters. A node's results are allocated while its inputs are still there.
 
 For an executor that fuses, three things differ: what only loops read has no memory (see `storage`), a loop may write
-its result over an input that dies there, and both are guesses about a compiler, not facts about the graph.
+its result over an input that dies there, and on a CPU the loops between two kernels of their own become one function,
+so that what dies in one of them is free only after the last. All are guesses about a compiler, not facts about the
+graph.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ GENERATOR_STATE_BYTES = 5056
 READS_IF_REUSED, MOST_READS = 4, 12
 """How many buffers a loop's result may be made of before inductor writes it to memory: if several ops read it, and if
 one does (`realize_reads_threshold` and `realize_cpu_acc_reads_threshold` of its configuration, as they come)."""
+
+
+SMALLEST_TOLD = 4096
+"""Bytes below which it does not matter whether a result is written to memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +83,8 @@ class Simulation:
     """If several sizes were looked at, the peak at each of them, the simulator's own first."""
     overwritten: Mapping[int, int] = field(default_factory=dict)
     """Moments at which a node writes its result over one of its inputs, and the position of that input."""
+    realized: frozenset[int] = frozenset()
+    """Moments of backward at which a compiler has to be told to write a result to memory."""
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -135,6 +143,8 @@ class Simulator:
         """Per other sizes, the bytes of every size in the table."""
         self.fuses = any(storages.is_fused)
         self.overwrites = any(storages.overwrites)
+        self.is_kernel = [not storages.is_fused[i] and not storages.is_deferred[i] for i in range(len(graph.nodes))]
+        """Per node: it runs by itself, between loops."""
         self.places = [_place(storages, i, self.fuses) for i in range(len(graph.nodes))]
         self.own = [
             tuple(zip(num_bytes, sizes, strict=True))
@@ -154,10 +164,11 @@ class Simulator:
         order = (*schedule.forward, *schedule.events)
         reads, ends = self._reads(schedule)
         written: list[bool] = []
+        realized: set[int] = set()
         if self.fuses:
             written = _written_to_memory(self.storages, order, reads, ends, schedule)
-            self._write_what_reads_much(order, reads, written)
-        return _Run(self, schedule, order, reads, written).simulate(ends)
+            realized = self._write_what_reads_much(order, reads, written, len(schedule.forward))
+        return _Run(self, schedule, order, reads, written, frozenset(realized)).simulate(ends)
 
     def least_bytes(self) -> int:
         """A bound below the peak of every schedule: what the largest op of forward works on."""
@@ -205,13 +216,16 @@ class Simulator:
         return reads, {**{moment: moment >= num_forward for moment in gradients}, **ends}
 
     def _write_what_reads_much(
-        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: list[bool]
-    ) -> None:
-        """Mark also what would make its readers read too many buffers each, such as a long sum that several read."""
-        places, given, users = self.places, self.given, [0] * len(order)
-        for sources in reads:
-            for source in sources:
-                users[source] += 1
+        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: list[bool], num_forward: int
+    ) -> set[int]:
+        """Mark also what would make its readers read too many buffers each, such as a long sum that several read.
+
+        Return the moments of backward whose results a compiler would not write of itself, but is told to: a gradient
+        that is made of several as large as itself, and read at more than one place, keeps those alive until the last.
+        """
+        places, given = self.places, self.given
+        users, is_spread = self._readers(order, reads, written)
+        told: set[int] = set()
         buffers: list[tuple[int, ...]] = []
         """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
         for moment, (i, sources) in enumerate(zip(order, reads, strict=True)):
@@ -223,10 +237,39 @@ class Simulator:
                 read = buffers[sources[0]]
             else:
                 read = tuple(set(given[i]).union(*[buffers[source] for source in sources]))
-            if len(read) > READS_IF_REUSED and place == INLINED and (users[moment] > 1 or len(read) > MOST_READS):
-                written[moment] = True
-                read = (moment,)
+            if len(read) > 1 and place == INLINED:
+                is_much = len(read) > READS_IF_REUSED and (users[moment] > 1 or len(read) > MOST_READS)
+                is_told = not is_much and moment >= num_forward and is_spread[moment]
+                if is_told and self._are_larger(order, read, i):
+                    told.add(moment)
+                if is_much or moment in told:
+                    written[moment] = True
+                    read = (moment,)
             buffers.append(read)
+        return told
+
+    def _readers(
+        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: Sequence[bool]
+    ) -> tuple[list[int], list[bool]]:
+        """Per moment, how many read its result, and whether a kernel of its own runs between two that do."""
+        slots = list(accumulate([self.is_kernel[i] for i in order]))
+        users, first, last = [0] * len(order), [len(order)] * len(order), [-1] * len(order)
+        for moment in range(len(order) - 1, -1, -1):
+            place = self.places[order[moment]]
+            is_read_later = (place == SHARED or (place == INLINED and not written[moment])) and users[moment]
+            begin, end = (first[moment], last[moment]) if is_read_later else (slots[moment], slots[moment])
+            for source in reads[moment]:
+                users[source] += 1
+                first[source], last[source] = min(first[source], begin), max(last[source], end)
+        return users, [end > begin for begin, end in zip(first, last, strict=True)]
+
+    def _are_larger(self, order: Sequence[int], read: Sequence[int], i: int) -> bool:
+        """Are at least two of the buffers that are read no smaller than a node's result, which is large itself?"""
+        own = self._bytes_of(i)
+        return own >= SMALLEST_TOLD and sum(self._bytes_of(order[m]) >= own for m in read if m >= 0) > 1
+
+    def _bytes_of(self, i: int) -> int:
+        return sum(num_bytes for num_bytes, _ in self.own[i])
 
 
 def _place(storages: Storages, i: int, fuses: bool) -> int:
@@ -280,7 +323,9 @@ class _Run:
         order: tuple[int, ...],
         reads: list[tuple[int, ...]],
         written: list[bool],
+        realized: frozenset[int],
     ) -> None:
+        self.realized = realized
         self.simulator, self.schedule = simulator, schedule
         self.order, self.reads, self.written = order, reads, written
         self.held: list[tuple[int, ...]] = []
@@ -347,7 +392,9 @@ class _Run:
 
     def _simulation(self) -> Simulation:
         if self.simulator.fuses:
-            self._write_over_inputs()
+            written_over = self._write_over_inputs()
+            if self.simulator.storages.groups_loops:
+                self._free_after_loops(written_over)
         elif self.simulator.overwrites:
             self._overwrite()
         changes = [0] * (len(self.order) + 1)
@@ -367,6 +414,7 @@ class _Run:
             has_symbols=bool(self.simulator.storages.sizes.symbols),
             peaks=tuple(max(one, default=0) for one in (live, *others)) if others else (),
             overwritten=self.overwritten,
+            realized=self.realized,
         )
 
     def _live_elsewhere(self, copies: Sequence[Memory]) -> list[list[int]]:
@@ -382,8 +430,9 @@ class _Run:
             found.append(list(accumulate(changes[:-1])))
         return found
 
-    def _write_over_inputs(self) -> None:
+    def _write_over_inputs(self) -> set[int]:
         """A loop writes its result over an input of the same size that nobody reads later: that one ends before it."""
+        found = set()
         is_fused, order, reads, held = self.simulator.storages.is_fused, self.order, self.reads, self.held
         all_bytes, sizes, last = self.num_bytes, self.sizes, self.last
         for memory, (num_bytes, moment) in enumerate(zip(all_bytes, self.first, strict=True)):
@@ -392,9 +441,35 @@ class _Run:
             for source in [m for s in reads[moment] for m in held[s]]:
                 # Of a compiler that does not know the sizes, only what is equal at all of them is written over.
                 is_equal = all_bytes[source] == num_bytes and sizes[source] == sizes[memory]
-                if is_equal and last[source] == moment and source != memory:
+                is_last = is_equal and last[source] == moment and source != memory
+                if is_last and self._reads_in_place(moment, source):
                     last[source] = moment - 1
+                    found.add(source)
                     break
+        return found
+
+    def _reads_in_place(self, moment: int, memory: int) -> bool:
+        """Is each element of some memory read, on every way to it, only for that at the same place of a result?"""
+        moves, elements = self.simulator.storages.moves, self.simulator.storages.elements
+        order, pending, seen = self.order, [moment], {moment}
+        while pending:
+            reader = pending.pop()
+            sources = [s for s in self.reads[reader] if memory in self.held[s]]
+            if any(moves[order[reader]] or elements[order[s]] != elements[order[reader]] for s in sources):
+                return False
+            on_the_way = [s for s in sources if s != self.first[memory] and s not in seen]
+            seen.update(on_the_way)
+            pending += on_the_way
+        return True
+
+    def _free_after_loops(self, written_over: set[int]) -> None:
+        """Loops between two kernels of their own are called as one: what dies in any of them is free after the last."""
+        is_kernel, order, num_forward = self.simulator.is_kernel, self.order, len(self.schedule.forward)
+        ends = list(range(len(order)))
+        for moment in range(len(order) - 2, -1, -1):
+            if not is_kernel[order[moment]] and not is_kernel[order[moment + 1]] and moment + 1 != num_forward:
+                ends[moment] = ends[moment + 1]
+        self.last = [last if memory in written_over else ends[last] for memory, last in enumerate(self.last)]
 
     def _overwrite(self) -> None:
         """Where ops run one by one, those that may write over an input do so if that one is of no use any more."""

@@ -72,8 +72,15 @@ class Storages:
     """Runs inside a loop that a compiler makes; all False for an executor that runs node by node."""
     is_inlined: tuple[bool, ...]
     """Has no memory where only fused nodes read it."""
+    moves: tuple[bool, ...]
+    """Reads elements from other places than it writes them to; only of nodes that are fused."""
+    elements: tuple[object, ...]
+    """How many elements its result has, or the symbols that say so."""
     is_deferred: tuple[bool, ...]
     """A matrix product that a compiler runs together with the sum that reads it, wherever that is."""
+    groups_loops: bool
+    """All loops between two kernels of their own are called as one function, before and after which memory is taken and
+    freed: what a compiler does for a CPU."""
     relaid: frozenset[int]
     """Inputs of the step that a compiler copies into another layout; it hands the copy to backward."""
     overwrites: tuple[tuple[int, ...], ...]
@@ -91,6 +98,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
     own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes) for i, (base, _) in enumerate(shared)])
     kinds = [_kind(graph, i) if fuses else None for i in range(len(graph.nodes))]
     deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
+    groups_loops = fuses and _runs_on_cpu(graph)
     products = {graph.resolve(product) for product in deferred if product is not None}
     return Storages(
         own_bytes=_as_bytes(own_sizes, sizes) if sizes.symbols else own_sizes,
@@ -100,10 +108,13 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
         part=tuple(part for _, part in shared),
         is_fused=tuple(kind in FUSED_KINDS and deferred[i] is None for i, kind in enumerate(kinds)),
         is_inlined=tuple(
-            kind in INLINED_KINDS and base < 0 and deferred[i] is None
+            kind in INLINED_KINDS and base < 0 and deferred[i] is None and not _is_written(graph, i, groups_loops)
             for i, (kind, (base, _)) in enumerate(zip(kinds, shared, strict=True))
         ),
+        moves=tuple(kind is Kind.GATHER or _is_concatenation(graph, i) for i, kind in enumerate(kinds)),
+        elements=tuple(_elements(tensor_of(node)) for node in graph.nodes) if fuses else (),
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
+        groups_loops=groups_loops,
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
         overwrites=_overwrites(graph, [base for base, _ in shared]) if overwrites else ((),) * len(graph.nodes),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
@@ -149,6 +160,23 @@ def _kind(graph: JointGraph, i: int) -> Kind | None:
     return None if op is None else op.kind
 
 
+def _is_written(graph: JointGraph, i: int, groups_loops: bool) -> bool:
+    """True for loops whose result a compiler writes to memory, whoever reads it."""
+    op = graph.facts[i]
+    return op is not None and (op.is_scatter or (op.is_concatenation and groups_loops))
+
+
+def _is_concatenation(graph: JointGraph, i: int) -> bool:
+    op = graph.facts[i]
+    return op is not None and op.is_concatenation
+
+
+def _elements(value: torch.Tensor | None) -> object:
+    """The number of a tensor's elements, or the symbols it is made of: comparing sizes would state a condition."""
+    number = None if value is None else value.numel()
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
 def _is_written_out(node: fx.Node) -> bool:
     """True for a reduction over a few elements at a time, which a compiler takes for plain arithmetic."""
     source, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
@@ -162,6 +190,13 @@ def _is_written_out(node: fx.Node) -> bool:
     result = tensor_of(node)
     is_one = result is not None and all(isinstance(size, int) and size == 1 for size in result.shape)
     return num_elements < SMALLEST_REDUCTION and not is_one
+
+
+def _runs_on_cpu(graph: JointGraph) -> bool:
+    """True if most of what is computed is computed on a CPU."""
+    values = [tensor_of(node) for node, role in zip(graph.nodes, graph.roles, strict=True) if role is Role.FORWARD]
+    devices = [value.device.type for value in values if value is not None]
+    return 2 * devices.count("cpu") > len(devices)
 
 
 def _relaid(graph: JointGraph) -> Iterator[int]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed
@@ -318,11 +318,14 @@ def inductor_compile(
     may_fuse: MayFuse | None = None,
     inner_compile: Callable[..., Any] | None = None,
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    with_backward: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with inductor under the given settings.
 
     `may_fuse` may forbid a fusion; `inner_compile` replaces code generation; `around` is put around what runs the code.
+    Backward is compiled when it first runs, or right away `with_backward`.
     """
+    from torch._functorch import config as aot_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -337,7 +340,8 @@ def inductor_compile(
             generated.current_callable = around(run)
         return generated
 
-    compiled = compile_fx(gm, example_inputs, inner_compile=generate_code, config_patches=config_patches)
+    with aot_config.patch(force_non_lazy_backward_lowering=True) if with_backward else nullcontext():
+        compiled = compile_fx(gm, example_inputs, inner_compile=generate_code, config_patches=config_patches)
     assert callable(compiled), "inductor returns files only when it compiles ahead of time"
     return compiled
 
@@ -359,12 +363,12 @@ def _choices_with(may_fuse: MayFuse) -> Any:
     class Choices(InductorChoices):
         @staticmethod
         def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            allowed = may_fuse(_origins(node1), _origins(node2), feed_each_other=True)
+            allowed = may_fuse(origins_of(node1), origins_of(node2), feed_each_other=True)
             return allowed and bool(InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score))
 
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            allowed = may_fuse(_origins(node1), _origins(node2), feed_each_other=False)
+            allowed = may_fuse(origins_of(node1), origins_of(node2), feed_each_other=False)
             return allowed and bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     return Choices()
@@ -376,16 +380,23 @@ class KernelOrder(Protocol):
     def __call__(self, ranks: list[int], waits_for: list[set[int]]) -> list[int]: ...
 
 
-def kernel_order_pass(order: KernelOrder, key: str) -> Any:
-    """A setting of inductor that puts the kernels in order once it has made them; `key` stands for it in caches."""
+def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHalf], None]) -> Any:
+    """A setting of inductor that puts the kernels in order once it has made them; `key` stands for it in caches.
+
+    `watch` is shown what is going to run, and may raise an exception to stop that.
+    """
+    from torch._inductor import ir
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
+    from torch._inductor.virtualized import V
 
     class Reorder(CustomSchedulerPass):
         def __call__(self, nodes: list[Any]) -> list[Any]:
             maker = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
             made = [{maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker} for node in nodes]
             waits_for = [others - {k} for k, others in enumerate(made)]
-            return [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
+            ordered = [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
+            watch(CompiledHalf(ordered, V.graph, ir))
+            return ordered
 
         def uuid(self) -> str:
             return key
@@ -396,7 +407,18 @@ def kernel_order_pass(order: KernelOrder, key: str) -> Any:
     return Reorder()
 
 
-def _origins(kernel: Any) -> list[fx.Node]:
+class CompiledHalf(NamedTuple):
+    """Forward or backward as inductor has it before it generates code."""
+
+    kernels: list[Any]
+    """Scheduler nodes, in the order in which they will run."""
+    graph: Any
+    """What was lowered: buffers, inputs, outputs."""
+    ir: Any
+    """The module with the classes of buffers and layouts."""
+
+
+def origins_of(kernel: Any) -> list[fx.Node]:
     """The graph nodes that a kernel of inductor's was made from."""
     return [origin for part in kernel.get_nodes() if part.node is not None for origin in part.node.get_origins()]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
-from .budget import FUSION_MARGIN, Planner, extra_ticks
+from .budget import Planner, extra_ticks
 from .choose import Chosen
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
@@ -154,8 +154,8 @@ class _Pool:
         limits = _limits(prepared, request)
         peaks = [tuple(peak_terms(s, storages.sizes, counts) for counts, _ in limits) for s in simulations]
         bounds = [bound for _, bound in limits]
-        if request.fuses and not Shares.find(graph).budgets:
-            safe = replace(bounds[0], part=(1 - FUSION_MARGIN) * bounds[0].part)
+        if request.budget is not None and not Shares.find(graph).budgets:
+            safe = replace(bounds[0], part=(1 - request.budget.margin_in(storages)) * bounds[0].part)
             # The margin that the planner leaves for what a compiler does, unless the plan needs all there is.
             bounds[0] = safe if peaks[0][0].at(storages.sizes) <= safe.at(storages.sizes) else bounds[0]
         return _Pool(tuple(known.values()), tuple(peaks), tuple(bounds))

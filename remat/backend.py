@@ -11,13 +11,26 @@ from .capture import split_only
 from .carrier import has_budgeted_region, inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
+from .passes.budget import LOWEST_PLAN_OPTION, mib
+from .passes.errors import InfeasibleBudget
 from .passes.fusion import kernel_order, may_fuse
+from .passes.kernels import Excess
 from .passes.out_of_memory import advising
 from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 """What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size
 where its own estimate of the peak, which counts finished gradients, allows it; a plan counts on them being free."""
+
+
+MOST_PLANS = 4
+"""How often one plans until a compiler's kernels keep within the budget, too."""
+
+LEAST_STEP = 0.01
+"""How much more of the budget is left free each time, at least."""
+
+ALL_OF_IT = 0.999
+"""A margin that leaves a budget so small that no plan keeps within it."""
 
 
 def remat(
@@ -29,29 +42,66 @@ def remat(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with remat's partitioner between tracing and the inner compiler."""
     parsed = Options.parse(options, mode)
-    partitioner = Partitioner(parsed)
     gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
-        has_order = parsed.budget is not None or bool(parsed.plans) or has_budgeted_region(gm)
-        memory = _keep_order() if has_order else {}
-        settings = {**memory, **parsed.inductor, "custom_partitioner_fn": partitioner}
+        return _with_inductor(gm, example_inputs, parsed)
+    partitioner = Partitioner(parsed)
+    compiler = _graph_compiler(parsed.inner, partitioner)
+    return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
+
+
+def _with_inductor(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
+    """Compile with inductor; where its kernels take more than the budget, plan again with less of it."""
+    margin = 0.0
+    for _ in range(MOST_PLANS):
+        partitioner = Partitioner(options, margin=margin)
+        try:
+            return _compiled(gm, example_inputs, partitioner)
+        except Exception:
+            if partitioner.excess is None:
+                raise
+            margin = max(margin + LEAST_STEP, partitioner.excess.margin)
+    if options.take_minimum:
+        return _compiled(gm, example_inputs, Partitioner(options, margin=ALL_OF_IT))
+    raise _never_fits(options, partitioner.excess)
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
+    options = partitioner.options
+    has_order = options.budget is not None or bool(options.plans) or has_budgeted_region(gm)
+    memory = _keep_order(partitioner) if has_order else {}
+    settings = {**memory, **options.inductor, "custom_partitioner_fn": partitioner}
+    try:
         compiled = inductor_compile(
             gm,
             example_inputs,
             settings,
             may_fuse=may_fuse if has_order else None,
             around=lambda compiled: advising(compiled, "compiled code", partitioner.peak_bytes),
+            with_backward=partitioner.is_checked,
         )
         if partitioner.is_reported and not partitioner.num_planned:  # a cache had it, which keeps code and no reasons
             split_only(gm, example_inputs, settings)
-        return compiled
-    compiler = _graph_compiler(parsed.inner, partitioner)
-    return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
+    finally:
+        if partitioner.excess is None:
+            partitioner.publish()
+    return compiled
 
 
-def _keep_order() -> dict[str, Any]:
+def _never_fits(options: Options, excess: Excess | None) -> InfeasibleBudget:
+    assert options.budget is not None
+    assert excess is not None
+    return InfeasibleBudget(
+        f"memory_budget={options.budget.text}: of {MOST_PLANS} plans within it, inductor's kernels take more than it. "
+        f"Those of the last take {mib(excess.num_bytes)} ({excess.num_bytes} bytes) instead of the planned "
+        f"{mib(excess.planned_bytes)}. Give at least {excess.num_bytes} bytes, or set {LOWEST_PLAN_OPTION}."
+    )
+
+
+def _keep_order(partitioner: Partitioner) -> dict[str, Any]:
     """Settings under which inductor runs what the plan says, when it says so."""
-    return {**KEEP_ORDER, "_post_fusion_custom_pass": kernel_order_pass(kernel_order, f"remat-{source_digest()}")}
+    in_order = kernel_order_pass(kernel_order, f"remat-{source_digest()}", partitioner.check)
+    return {**KEEP_ORDER, "_post_fusion_custom_pass": in_order}
 
 
 def _graph_compiler(

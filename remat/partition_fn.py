@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -18,26 +18,44 @@ import torch.fx as fx
 from . import calibration
 from .collecting import is_collecting
 from .options import INNERS, Options
+from .passes.budget import FUSION_MARGIN
 from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.errors import OptionError
+from .passes.inductor_kernels import describe_kernels
+from .passes.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split
 from .passes.ranges import take_for_granted
-from .passes.torch_private import CustomPartitionerFn, without_modes
+from .passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes
 from .passes.validity import with_ranges
 from .ranks import Job, agree, current_job, job_name, shared_machines
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .report.model import GraphReport
 
 
 class Partitioner(CustomPartitionerFn):
     """Splits joint graphs by remat's plan; picklable, with a key that says all it depends on."""
 
-    def __init__(self, options: Options, *, is_seen_by_caches: bool = True, overwrites: bool | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        is_seen_by_caches: bool = True,
+        overwrites: bool | None = None,
+        margin: float = 0.0,
+    ) -> None:
+        """Read the options; `margin` is the part of a budget that is left for what a compiler adds to a plan."""
+        job = job_of(options)
+        if options.fuses and options.budget is not None:
+            # Ranks that are to agree on a plan cannot each plan again when they have seen their kernels.
+            margin = margin if job is None else max(margin, FUSION_MARGIN)
+            options = replace(options, budget=replace(options.budget, margin=margin))
         self.options = options
         overwrites = options.overwrites if overwrites is None else overwrites
         self.num_planned = 0
         """Joint graphs that came by; none if all of a compilation was found in a cache."""
-        job = self._job()
         cost_model = cost_model_of(options, job)
         self.plan_key = _plan_key(options, cost_model, overwrites)
         self.request = Request(
@@ -51,6 +69,10 @@ class Partitioner(CustomPartitionerFn):
             key=self.plan_key,
         )
         self._peak_bytes: int | None = None
+        self._promise: Promise | None = None
+        self.excess: Excess | None = None
+        """What a compiler's kernels take, if that is more than the budget."""
+        self._planned: list[GraphReport] = []
         self._is_reported = options.dump is not None or bool(options.logs)
         self._cache_key = self.plan_key
         if self._is_reported and (not is_seen_by_caches or options.cost_model == "profile"):
@@ -75,24 +97,62 @@ class Partitioner(CustomPartitionerFn):
             chosen = self._agreed(prepared, choose(prepared, self.request))
             if self.is_reported:
                 chosen = with_ranges(prepared, chosen, self.request)
-                self._report(prepared, chosen)
+                self._planned.append(self._report(prepared, chosen))
+                if not self.is_checked:
+                    self.publish()
             halves = split(prepared, chosen)
         take_for_granted(chosen, prepared.storages)
         self._peak_bytes = chosen.plan.peak.num_bytes
+        self._promise = self._promised(prepared, chosen, halves.held)
         return halves.forward, halves.backward
+
+    @property
+    def is_checked(self) -> bool:
+        """A compiler's kernels are compared with the budget before they are run."""
+        options = self.options
+        return options.fuses and options.budget is not None and job_of(options) is None
+
+    def _promised(self, prepared: Prepared, chosen: Chosen, held: Held) -> Promise | None:
+        """What the kernels of a graph may take; None if nothing was promised."""
+        plan, budget = chosen.plan, self.options.budget
+        if not self.is_checked or budget is None or plan.budget_bytes is None or plan.shares or budget.fraction == 1.0:
+            return None
+        margin = budget.margin_in(prepared.storages)
+        if plan.peak.num_bytes > (1 - margin) * plan.budget_bytes:
+            return None  # the lowest plan, which was asked for whatever it takes
+        # At other sizes kernels take more, in the proportion in which they do at these.
+        num_bytes = int(plan.peak.num_bytes / (1 - margin)) if prepared.storages.sizes.symbols else plan.budget_bytes
+        return Promise(plan.peak.num_bytes, num_bytes, held)
+
+    def check(self, half: CompiledHalf) -> None:
+        """Compare what a compiler has made of a plan with the budget; raise if it is too much."""
+        if self._promise is None:
+            return
+        self.excess = self._promise.excess_of(describe_kernels(half))
+        if self.excess is not None:
+            raise PeakExceeded
+
+    def _report(self, prepared: Prepared, chosen: Chosen) -> GraphReport:
+        """What is reported of a graph, before its halves are made."""
+        from .report.record import report_graph  # the report's own modules need this one
+
+        return report_graph(prepared, chosen)
+
+    def publish(self) -> None:
+        """Report what was planned, and is going to be run."""
+        from .report.dumped import publish
+
+        while self._planned:
+            publish(self._planned.pop(0), folder=self.options.dump, logs=self.options.logs)
 
     @property
     def is_reported(self) -> bool:
         """Somebody wants to know what is planned."""
         return self._is_reported or is_collecting()
 
-    def _job(self) -> Job | None:
-        """The ranks that are to have the same plans."""
-        return None if self.options.ranks == "alone" else current_job()
-
     def _agreed(self, prepared: Prepared, chosen: Chosen) -> Chosen:
         """The plan that holds on all ranks."""
-        job, options = self._job(), self.options
+        job, options = job_of(self.options), self.options
         if job is None or chosen.guards:  # such a plan holds for this rank's sizes, and those of others may differ
             return chosen
         # Plans that a user gives are not given up for those of another rank.
@@ -104,12 +164,6 @@ class Partitioner(CustomPartitionerFn):
         """The predicted activation peak of the graph that was split last; None if it came from a cache."""
         return self._peak_bytes
 
-    def _report(self, prepared: Prepared, chosen: Chosen) -> None:
-        """Dump and log a graph, before its halves are made."""
-        from .report.dumped import report_planned  # the report's own modules need this one
-
-        report_planned(prepared, chosen, folder=self.options.dump, logs=self.options.logs)
-
     def uuid(self) -> str:
         """What compile caches use beside the graph: the same text means the same plan."""
         return self._cache_key
@@ -117,6 +171,11 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
         # Compile caches pickle the object into their key; only the key's text may count.
         return (str, (self._cache_key,))
+
+
+def job_of(options: Options) -> Job | None:
+    """The ranks that are to have the same plans."""
+    return None if options.ranks == "alone" else current_job()
 
 
 @contextmanager
@@ -141,9 +200,10 @@ def partitioner(*, inner: str = "inductor", **options: Any) -> Partitioner:
     if inner not in INNERS:
         raise OptionError(f"inner={inner!r}: expected 'inductor' or 'aot_eager'")
     # Nobody would notice here that a cache was hit, so what asks for a report must never hit one; and the caller's
-    # compiler may want graphs in which no op writes to its inputs, as AOTAutograd makes them.
+    # compiler may want graphs in which no op writes to its inputs, as AOTAutograd makes them. Its kernels are compared
+    # with no budget either.
     parsed = replace(Options.parse_own(options), inner=inner)
-    return Partitioner(parsed, is_seen_by_caches=False, overwrites=False)
+    return Partitioner(parsed, is_seen_by_caches=False, overwrites=False, margin=FUSION_MARGIN)
 
 
 def cost_model_of(options: Options, job: Job | None = None) -> CostModel:

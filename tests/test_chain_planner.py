@@ -238,5 +238,5 @@ def test_hopeless_budget_is_given_up_at_once_and_has_the_same_lowest_plan(monkey
     assert thorough.within(least - 1) is None
     with monkeypatch.context() as patch:
         patch.setattr(Simulator, "run", lambda *args: pytest.fail("simulates"))
-        assert quick.within_safely(least - 1) is None
+        assert quick.within_if_any(least - 1) is None
     assert quick.lowest.schedule.events == thorough.lowest.schedule.events

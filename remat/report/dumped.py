@@ -10,18 +10,15 @@ from pathlib import Path
 import torch.distributed
 
 from ..collecting import collect
-from ..passes.choose import Chosen
-from ..passes.partition import Prepared
-from .record import report_graph
+from .model import GraphReport
 from .report import Report, versions
 
 _numbers = itertools.count()
 
 
-def report_planned(prepared: Prepared, chosen: Chosen, *, folder: str | None, logs: tuple[str, ...]) -> None:
+def publish(graph: GraphReport, *, folder: str | None, logs: tuple[str, ...]) -> None:
     """Write the report of one graph where it was asked for; graphs are counted within a process."""
     number = next(_numbers)
-    graph = report_graph(prepared, chosen)
     collect(graph)
     report = Report(graphs=(graph,), versions=versions())
     if folder is not None:
