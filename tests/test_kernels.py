@@ -1,0 +1,264 @@
+"""The peak of a compiler's kernels: counted right, compared with the budget, and reason enough to plan again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
+from remat.passes.inductor_kernels import describe_kernels
+from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat
+from remat import backend, partition_fn
+from remat.report.counting import activation_peak, clear_gradients
+
+
+def kernel(name: str, made: Mapping[str, int], *read: str, over: str = "", is_loop: bool = True) -> Kernel:
+    overwritten = dict.fromkeys(made, over) if over else {}
+    return Kernel(name, (), is_loop, made, frozenset({*made, *read}), overwritten)
+
+
+def half(*kernels: Kernel, groups_loops: bool = False, is_backward: bool = False, **given: int) -> Kernels:
+    return Kernels(kernels, given, frozenset({"out"}), is_backward, groups_loops)
+
+
+CHAIN = (
+    kernel("k0", {"a": 10}),
+    kernel("k1", {"b": 10}, "a"),
+    kernel("k2", {"c": 10}, "b"),
+    kernel("k3", {"out": 1}, "c", is_loop=False),
+)
+
+
+def test_memory_is_free_after_the_last_use() -> None:
+    assert live_bytes(half(*CHAIN), Held()) == [10, 20, 20, 11]
+
+
+def test_loops_that_are_called_as_one_free_memory_after_the_last_of_them() -> None:
+    assert live_bytes(half(*CHAIN, groups_loops=True), Held()) == [10, 20, 30, 11]
+
+
+def test_what_takes_the_place_of_an_input_is_counted_once() -> None:
+    over = (CHAIN[0], kernel("k1", {"b": 10}, "a", over="a"), kernel("k2", {"c": 10}, "b", over="b"), CHAIN[3])
+    for groups_loops in (False, True):
+        assert live_bytes(half(*over, groups_loops=groups_loops), Held()) == [10, 10, 10, 11]
+
+
+def test_backward_frees_what_only_it_holds_and_does_not_count_gradients() -> None:
+    kernels = (kernel("k0", {"a": 10}, "saved", "kept"), kernel("k1", {"out": 50}, "a"))
+    back = half(*kernels, is_backward=True, saved=7, kept=5)
+    assert live_bytes(back, Held(20, frozenset({"saved"}))) == [30, 23]
+    assert kernel_peak(half(is_backward=True), Held(20)) == 20
+
+
+def test_an_excess_says_how_much_of_a_budget_to_leave_free() -> None:
+    assert Promise(20, 20, Held()).excess_of(half(*CHAIN)) is None
+    excess = Promise(18, 19, Held()).excess_of(half(*CHAIN))
+    assert excess == Excess(18, 20)
+    assert math.isclose(excess.margin, 0.1)
+
+
+# --- what fusion may do -----------------------------------------------------------------------------------------------
+
+
+def tagged(function: Callable[..., Any], *args: torch.Tensor, slots: Mapping[str, int]) -> torch.fx.Graph:
+    graph: torch.fx.Graph = make_fx(function)(*args).graph
+    for node in graph.nodes:
+        if node.name in slots:
+            node.meta[MOMENT_TAG] = Moment(0, slots[node.name])
+    return graph
+
+
+def swiglu_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> Any:
+    silu = gate.sigmoid()
+    return (silu * up).mm(grad), silu * grad
+
+
+SLOTS = {"sigmoid": 0, "mul": 0, "mm": 1, "mul_1": 1}
+
+
+def test_an_exponential_is_repeated_at_each_moment_that_reads_it() -> None:
+    args = [torch.randn(4, 4) for _ in range(3)]
+    graph = tagged(swiglu_backward, *args, slots=SLOTS)
+    before = torch.fx.GraphModule({}, graph)(*args)
+    repeat_exponentials(graph)
+    copies = [node for node in graph.nodes if node.meta.get(COPY_TAG) == "sigmoid"]
+    assert [(node.target, node.meta[MOMENT_TAG].slot) for node in copies] == [(torch.ops.aten.sigmoid.default, 1)]
+    assert [user.name for user in copies[0].users] == ["mul_1"]
+    graph.lint()
+    assert all(map(torch.equal, before, torch.fx.GraphModule({}, graph)(*args)))
+
+
+@pytest.mark.parametrize("slots", [{**SLOTS, "mul_1": 0}, {name: 0 for name in SLOTS if name != "mul_1"}])
+def test_an_exponential_that_is_read_at_one_moment_or_none_knows_when_is_not_repeated(slots: dict[str, int]) -> None:
+    graph = tagged(swiglu_backward, *(torch.randn(4, 4) for _ in range(3)), slots=slots)
+    repeat_exponentials(graph)
+    assert sum(node.target is torch.ops.aten.sigmoid.default for node in graph.nodes) == 1
+
+
+def test_what_is_to_be_in_memory_is_not_repeated() -> None:
+    graph = tagged(swiglu_backward, *(torch.randn(4, 4) for _ in range(3)), slots=SLOTS)
+    next(node for node in graph.nodes if node.name == "sigmoid").meta[REALIZE_TAG] = True
+    repeat_exponentials(graph)
+    assert not any(COPY_TAG in node.meta for node in graph.nodes)
+
+
+def test_loop_that_something_reads_before_is_not_made_one_with_a_later_loop() -> None:
+    graph = tagged(lambda x, w: (x.sin().mm(w), x.sin().cos()), torch.randn(4, 4), torch.randn(4, 4), slots={})
+    sin, mm, cos = (next(n for n in graph.nodes if n.name == name) for name in ("sin", "mm", "cos"))
+    cos.replace_input_with(cos.args[0], sin)
+    for node, slot in ((sin, 0), (mm, 1), (cos, 2)):
+        node.meta[MOMENT_TAG] = Moment(0, slot)
+    assert not may_fuse([sin], [cos], feed_each_other=True)
+    mm.meta[MOMENT_TAG] = Moment(0, 2)
+    assert may_fuse([sin], [cos], feed_each_other=True)
+
+
+# --- inductor ---------------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """Layers as in a transformer's feed-forward part, with a rotation that concatenates, and a loss over classes."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(width, 3 * width, bias=False) for _ in range(2)]) for _ in range(num_layers)]
+        )
+        self.down = nn.ModuleList([nn.Linear(3 * width, width, bias=False) for _ in range(num_layers)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (gate, up), down, norm in zip(self.layers, self.down, self.norms, strict=True):
+            h = norm(x)
+            first, second = h.chunk(2, -1)
+            h = torch.cat([-second, first], -1) * 0.5 + h
+            x = x + down(nn.functional.silu(gate(h)) * up(h))
+        return nn.functional.cross_entropy(x, x.argmax(-1))
+
+
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    """Caches may have the code already, and ask nobody."""
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize("memory_budget", [0.6, 0.35])
+def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
+    memory_budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: list[int] = []
+
+    def check(self: partition_fn.Partitioner, compiled: CompiledHalf) -> None:
+        assert self._promise is not None
+        peaks.append(kernel_peak(describe_kernels(compiled), self._promise.held))
+
+    monkeypatch.setattr(partition_fn.Partitioner, "check", check)
+    torch.manual_seed(0)
+    model, x = Gated(4, 64), torch.randn(512, 64)
+    options = {"memory_budget": memory_budget, "dump": str(tmp_path)}
+    compiled = torch.compile(model, backend="remat", options=options, fullgraph=True)
+    compiled(x).backward()
+    parameters = list(model.parameters())
+    clear_gradients(parameters)
+    measured = activation_peak(lambda: compiled(x), parameters, counter="allocator").activation_bytes
+    (file,) = tmp_path.glob("*.json")
+    predicted = remat.Plan.load(file).peak.num_bytes
+    assert len(peaks) == 2
+    assert math.isclose(max(peaks), measured, rel_tol=0.01)
+    assert math.isclose(predicted, measured, rel_tol=0.05)
+
+
+def claim(factor: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have kernels counted for more than they take; returns where the promises are noted."""
+    promised: list[int] = []
+
+    def excess_of(self: Promise, compiled: Kernels) -> Excess | None:
+        promised.append(self.planned_bytes)
+        num_bytes = int(factor * kernel_peak(compiled, self.held))
+        return Excess(self.planned_bytes, num_bytes) if num_bytes > self.num_bytes else None
+
+    monkeypatch.setattr(Promise, "excess_of", excess_of)
+    return promised
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_where_kernels_take_more_than_the_budget_one_plans_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised = claim(1.4, monkeypatch)
+    torch.manual_seed(0)
+    model, x = Gated(4, 64), torch.randn(512, 64)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    options = {"memory_budget": 0.7, "dump": str(tmp_path)}
+    torch.compile(model, backend="remat", options=options, fullgraph=True)(x).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-4, atol=1e-5)
+    (file,) = tmp_path.glob("*.json")  # of the plan that is run, and of no other
+    plan = remat.Plan.load(file)
+    assert len(set(promised)) > 1
+    assert plan.budget_bytes is not None
+    assert plan.peak.num_bytes == promised[-1] < promised[0]
+    assert 1.4 * plan.peak.num_bytes <= 1.01 * plan.budget_bytes
+
+
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize(
+    ("most_plans", "words"), [(4, "the compiler may add"), (1, "of 1 plans within it, inductor's kernels take more")]
+)
+def test_budget_that_no_plan_is_compiled_within_is_an_error_or_takes_the_lowest_plan(
+    most_plans: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "MOST_PLANS", most_plans)
+    claim(50.0, monkeypatch)
+    model, x = Gated(2, 32), torch.randn(64, 32)
+    compiled = torch.compile(model, backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
+    with pytest.raises(Exception, match=rf"(?s)memory_budget=0\.9: .*{words}.*Give at least \d+ bytes") as caught:
+        compiled(x)
+    assert "InfeasibleBudget" in str(caught.value)
+    torch._dynamo.reset()
+    options = {"memory_budget": 0.9, "on_infeasible": "minimum"}
+    with pytest.warns(UserWarning, match="Taking the lowest plan"):
+        torch.compile(model, backend="remat", options=options, fullgraph=True)(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_other_errors_of_a_compiler_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def broken(ranks: list[int], waits_for: list[set[int]]) -> list[int]:
+        calls.append(len(ranks) + len(waits_for))
+        raise ZeroDivisionError("broken on purpose")
+
+    monkeypatch.setattr(backend, "kernel_order", broken)
+    compiled = torch.compile(Gated(1, 32), backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
+    with pytest.raises(Exception, match="broken on purpose"):
+        compiled(torch.randn(64, 32))
+    assert len(calls) == 1, "planned again for nothing"
+
+
+def test_a_partition_function_that_others_call_leaves_a_margin() -> None:
+    budget = remat.partitioner(memory_budget=0.5).request.budget
+    assert budget is not None
+    assert budget.margin == 0.07
+    budget = remat.partitioner(memory_budget=0.5, inner="aot_eager").request.budget
+    assert budget is not None
+    assert budget.margin == 0.0
