@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from joints import capture
+from remat.passes import blocks, partition
+from remat.passes.budget import Planner
+from remat.passes.constraints import find_constraints
+from remat.passes.cost import Machine, Roofline, price
+from remat.passes.flow import FlowProblem
 from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
 from remat.passes.inductor_kernels import describe_kernels
 from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.simulate import Simulation
+from remat.passes.storage import find_storages
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,6 +74,91 @@ def test_an_excess_says_how_much_of_a_budget_to_leave_free() -> None:
     excess = Promise(18, 19, Held()).excess_of(half(*CHAIN))
     assert excess == Excess(18, 20)
     assert math.isclose(excess.margin, 0.1)
+
+
+# --- what is predicted of a compiler's memory -------------------------------------------------------------------------
+
+
+def predicted(function: Callable[..., Any], *args: torch.Tensor) -> Simulation:
+    graph = capture(function, *args).classify()
+    costs = price(graph, Roofline({"cpu": Machine(2.0**36, 2.0**33)}))
+    return Planner(
+        FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True)
+    ).fastest.simulation
+
+
+def forward_peak(function: Callable[..., Any], *args: torch.Tensor) -> int:
+    simulation = predicted(function, *args)
+    return max(simulation.live_bytes[: simulation.num_forward])
+
+
+def test_only_what_is_read_in_place_is_written_over() -> None:
+    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    one = x.numel() * x.element_size()
+
+    def turned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        first, second = (x @ w).chunk(2, -1)
+        return (torch.cat([second, first], -1) @ x).sum()
+
+    # The product of the second factor's gradient needs nothing but `x`, so that all of this is free again.
+    assert forward_peak(lambda x, w: (((x @ w) * 2.0 + 1.0) @ x).sum(), x, w) <= 2.1 * one
+    assert forward_peak(lambda x, w: ((x @ w).t().neg() @ x).sum(), x, w) <= 2.1 * one
+    assert forward_peak(lambda x, w: ((x @ w).flip(0) @ x).sum(), x, w) >= 2 * one
+    assert forward_peak(turned, x, w) >= 2 * one
+
+
+class Residual(nn.Module):
+    """Layers with ReLU and a loss over classes: the zero of all of their gradients is one constant."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
+        self.down = nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = (x + down(up(x).relu())).relu()
+        return nn.functional.cross_entropy(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget=")
+def test_constant_that_all_layers_read_does_not_make_them_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = Residual(12, 64), torch.randn(512, 64), torch.randint(64, (512,))
+
+    def lowest() -> int:
+        report = remat.explain(model, x, y, inner="inductor", memory_budget=1024, on_infeasible="minimum")
+        return report.graphs[0].plan.peak.num_bytes
+
+    buffers = lowest() / (x.numel() * x.element_size())
+    assert buffers < 7, "of 26 that backward reads"
+    monkeypatch.setattr(blocks, "_made_of_nothing", lambda graph: set())
+    assert lowest() / (x.numel() * x.element_size()) > 1.5 * buffers
+
+
+def test_gradient_made_of_several_as_large_is_written_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    original = partition.extract
+
+    def extract(*args: Any) -> Any:
+        extracted = original(*args)
+        told.extend(n.name for n in extracted.backward.graph.nodes if n.meta.get(REALIZE_TAG))
+        return extracted
+
+    monkeypatch.setattr(partition, "extract", extract)
+    convolutions = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)])
+    norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(4)])
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip(convolutions, norms, strict=True):
+            x = (x + norm(convolution(x))).relu()
+        return x.sum()
+
+    for memory_budget in (None, 0.9):
+        torch._dynamo.reset()
+        told.clear()
+        options = {"memory_budget": memory_budget}
+        torch.compile(loss, backend="remat", options=options, fullgraph=True)(torch.randn(4, 8, 16, 16)).backward()
+        assert bool(told) == (memory_budget is not None), told
 
 
 # --- what fusion may do -----------------------------------------------------------------------------------------------
