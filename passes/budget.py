@@ -42,6 +42,10 @@ of many sizes: peaks were measured up to 7 % above the simulated ones (most are 
 STAGES_TRIED = 3
 """For how many stages of backward the cut is made as if the peak were there."""
 
+LONGEST_PLAN = 3
+"""How many times the graph's nodes backward may run in all, if the graph is large: with more repetitions than that,
+planning and compiling take longer than anybody waits for."""
+
 HEADROOM = 1.25
 """How much more than the budget the chain planner may believe to have: it counts some memory that is free already."""
 
@@ -272,8 +276,10 @@ class Planner:
         while low <= high:
             middle = high if low == 0 and high == len(levels) - 1 else (low + high) // 2
             offer = self._following(programme.script(levels[middle]))
-            yield offer
-            if offer.peak_bytes <= budget_bytes:
+            is_long = self._is_too_long(offer)
+            if not is_long:
+                yield offer
+            if is_long or offer.peak_bytes <= budget_bytes:  # with more memory, less is repeated
                 low = middle + 1
             else:
                 high = middle - 1
@@ -291,18 +297,29 @@ class Planner:
         for _ in range(ROUNDS_TO_MINIMUM):
             programme = self._programme(best.peak_bytes)
             levels = _spread(programme.feasible_levels)
-            offers = [self._following(programme.script(level)) for level in levels]
-            lower = min((best, *offers), key=_by_peak)
+            lower = min((best, *self._followed(programme, levels)), key=_by_peak)
             if lower is best:
                 break
             best = lower
         return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
+    def _followed(self, programme: ChainProgramme, levels: Sequence[int]) -> Iterator[Offer]:
+        """Follow the chain planner from much memory to little, as long as it does not repeat too much."""
+        for level in reversed(levels):
+            offer = self._following(programme.script(level))
+            if self._is_too_long(offer):
+                break
+            yield offer
+
+    def _is_too_long(self, offer: Offer) -> bool:
+        num_runs = len(offer.schedule.events)
+        return num_runs > LONGEST_PLAN * len(self.problem.graph.nodes) and not self.improver.is_small
+
     @cached_property
     def lowest(self) -> Offer:
-        """The schedule with the lowest peak found: a search within a peak may end far below it."""
+        """The schedule with the lowest peak found: a search within a peak may end far below it, if it tries much."""
         lowest = self.low
-        for _ in range(ROUNDS_TO_MINIMUM):
+        for _ in range(ROUNDS_TO_MINIMUM if self.improver.is_small else 0):
             lower = min((lowest, *self.improver.within([lowest], lowest.peak_bytes)), key=_by_peak)
             if lower.peak_bytes == lowest.peak_bytes:
                 break

@@ -12,6 +12,7 @@ graph.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,7 +225,7 @@ class Simulator:
         that is made of several as large as itself, and read at more than one place, keeps those alive until the last.
         """
         places, given = self.places, self.given
-        users, is_spread = self._readers(order, reads, written)
+        users, spread = self._readers(order, reads, written, num_forward)
         told: set[int] = set()
         buffers: list[tuple[int, ...]] = []
         """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
@@ -239,8 +240,8 @@ class Simulator:
                 read = tuple(set(given[i]).union(*[buffers[source] for source in sources]))
             if len(read) > 1 and place == INLINED:
                 is_much = len(read) > READS_IF_REUSED and (users[moment] > 1 or len(read) > MOST_READS)
-                is_told = not is_much and moment >= num_forward and is_spread[moment]
-                if is_told and self._are_larger(order, read, i):
+                is_spread = moment >= num_forward and spread[moment] > 0
+                if is_spread and not is_much and self._are_larger(order, read, i):
                     told.add(moment)
                 if is_much or moment in told:
                     written[moment] = True
@@ -249,19 +250,26 @@ class Simulator:
         return told
 
     def _readers(
-        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: Sequence[bool]
-    ) -> tuple[list[int], list[bool]]:
-        """Per moment, how many read its result, and whether a kernel of its own runs between two that do."""
-        slots = list(accumulate([self.is_kernel[i] for i in order]))
-        users, first, last = [0] * len(order), [len(order)] * len(order), [-1] * len(order)
-        for moment in range(len(order) - 1, -1, -1):
-            place = self.places[order[moment]]
-            is_read_later = (place == SHARED or (place == INLINED and not written[moment])) and users[moment]
-            begin, end = (first[moment], last[moment]) if is_read_later else (slots[moment], slots[moment])
+        self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: Sequence[bool], num_forward: int
+    ) -> tuple[list[int], list[int]]:
+        """Per moment, how many read its result, and of backward's how many kernels run between the first and last."""
+        places, slots = self.places, list(accumulate([self.is_kernel[i] for i in order]))
+        users, first, last = [0] * len(order), [len(order)] * len(order), [0] * len(order)
+        for sources in reads[:num_forward]:
+            for source in sources:
+                users[source] += 1
+        for moment in range(len(order) - 1, num_forward - 1, -1):
+            begin = end = slots[moment]
+            place = places[order[moment]]
+            if users[moment] and (place == SHARED or (place == INLINED and not written[moment])):
+                begin, end = first[moment], last[moment]  # who reads it reads what it is made of
             for source in reads[moment]:
                 users[source] += 1
-                first[source], last[source] = min(first[source], begin), max(last[source], end)
-        return users, [end > begin for begin, end in zip(first, last, strict=True)]
+                if begin < first[source]:
+                    first[source] = begin
+                if end > last[source]:
+                    last[source] = end
+        return users, list(map(operator.sub, last, first))
 
     def _are_larger(self, order: Sequence[int], read: Sequence[int], i: int) -> bool:
         """Are at least two of the buffers that are read no smaller than a node's result, which is large itself?"""
