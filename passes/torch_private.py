@@ -387,6 +387,7 @@ def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHal
     """
     from torch._inductor import ir
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
+    from torch._inductor.graph import SubgraphLowering
     from torch._inductor.virtualized import V
 
     class Reorder(CustomSchedulerPass):
@@ -395,7 +396,10 @@ def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHal
             made = [{maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker} for node in nodes]
             waits_for = [others - {k} for k, others in enumerate(made)]
             ordered = [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
-            watch(CompiledHalf(ordered, V.graph, ir))
+            if not isinstance(
+                V.graph, SubgraphLowering
+            ):  # a branch of a condition, say, is part of a step, and no half
+                watch(CompiledHalf(ordered, V.graph, ir))
             return ordered
 
         def uuid(self) -> str:

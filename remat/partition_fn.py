@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,7 +129,16 @@ class Partitioner(CustomPartitionerFn):
         """Compare what a compiler has made of a plan with the budget; raise if it is too much."""
         if self._promise is None:
             return
-        self.excess = self._promise.excess_of(describe_kernels(half))
+        try:
+            kernels = describe_kernels(half)
+        except (AttributeError, KeyError, TypeError) as error:
+            warnings.warn(
+                f"memory_budget: it cannot be said what inductor's kernels take ({type(error).__name__}: {error}), so "
+                "they are not compared with the budget, and may exceed it by a few per cent.",
+                stacklevel=2,
+            )
+            return
+        self.excess = self._promise.excess_of(kernels)
         if self.excess is not None:
             raise PeakExceeded
 

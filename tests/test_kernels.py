@@ -348,6 +348,28 @@ def test_other_errors_of_a_compiler_are_passed_on(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1, "planned again for nothing"
 
 
+@pytest.mark.usefixtures("no_caches")
+def test_kernels_of_an_unknown_kind_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition_fn, "describe_kernels", lambda half: half.no_such_thing)
+    compiled = torch.compile(Gated(1, 32), backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
+    with pytest.warns(UserWarning, match="cannot be said what inductor's kernels take .*no_such_thing"):
+        compiled(torch.randn(64, 32)).backward()
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_branches_of_a_condition_are_no_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised = claim(1.0, monkeypatch)
+    model = Gated(2, 32)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x.sin().cos() * x.sum(0), lambda x: x.exp() - 1.0, (x,))
+        return model(x + y)
+
+    compiled = torch.compile(loss, backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
+    compiled(torch.randn(64, 32)).backward()
+    assert len(promised) == 2, "forward and backward"
+
+
 def test_a_partition_function_that_others_call_leaves_a_margin() -> None:
     budget = remat.partitioner(memory_budget=0.5).request.budget
     assert budget is not None
