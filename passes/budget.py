@@ -17,7 +17,7 @@ from .chain_planner import Chain, ChainProgramme, Script, write
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
-from .improve import Improver
+from .improve import Improver, has_few_tries
 from .joint_graph import Role
 from .ladder import Rung, ladder
 from .schedule import Schedule, Scheduler
@@ -319,7 +319,7 @@ class Planner:
     def lowest(self) -> Offer:
         """The schedule with the lowest peak found: a search within a peak may end far below it, if it tries much."""
         lowest = self.low
-        for _ in range(ROUNDS_TO_MINIMUM if self.improver.is_small else 0):
+        for _ in range(0 if has_few_tries(lowest.simulation) else ROUNDS_TO_MINIMUM):
             lower = min((lowest, *self.improver.within([lowest], lowest.peak_bytes)), key=_by_peak)
             if lower.peak_bytes == lowest.peak_bytes:
                 break

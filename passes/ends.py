@@ -13,15 +13,11 @@ from collections.abc import Iterator, Sequence
 from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
 from .chain_planner import Script
 from .flow import FlowProblem
-from .improve import NODES_SIMULATED_IF_LARGE
+from .improve import has_few_tries
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .storage import Storages
 from .symbols import Sizes
-
-FEW_TRIES = 12
-"""With fewer tries than these, the local search was seen to leave memory unused on large graphs (T5), and not with
-twice as many (Llama)."""
 
 
 class EndPlanner(Planner):
@@ -80,7 +76,7 @@ class EndPlanner(Planner):
         enough where the local search can make many tries; where it cannot, the chain is looked at anew.
         """
         offers = [self._offer(lowest.schedule, lowest.planner)]
-        if FEW_TRIES * len(offers[0].simulation.order) > NODES_SIMULATED_IF_LARGE:
+        if has_few_tries(offers[0].simulation):
             offers += self._chain_offers(budget_bytes)
         else:
             self.__dict__["chain"], self._written = planner.chain, planner.written()

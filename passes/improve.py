@@ -33,6 +33,10 @@ NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 120_000, 40_000
 FEWEST_TRIES = 200
 """With fewer tries than these left, annealing finds nothing."""
 
+FEW_TRIES = 12
+"""With fewer tries than these, the local search was seen to leave memory unused on large graphs (T5), and not with
+twice as many (Llama)."""
+
 LARGEST_TABLE = 2_500
 """Values times stages up to which forgetting everything everywhere is tried."""
 
@@ -54,6 +58,11 @@ AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
 
 LOWER_BY, ROUNDS_TO_LOWER = 0.6, 3
 """In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
+
+
+def has_few_tries(simulation: Simulation) -> bool:
+    """Is a step so long that a search can hardly look at others?"""
+    return FEW_TRIES * len(simulation.order) > NODES_SIMULATED_IF_LARGE
 
 
 class Judged(Protocol):
