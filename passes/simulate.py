@@ -253,7 +253,7 @@ class Simulator:
         self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: Sequence[bool], num_forward: int
     ) -> tuple[list[int], list[int]]:
         """Per moment, how many read its result, and of backward's how many kernels run between the first and last."""
-        places, slots = self.places, list(accumulate([self.is_kernel[i] for i in order]))
+        places, slots = self.places, list(accumulate([int(self.is_kernel[i]) for i in order]))
         users, first, last = [0] * len(order), [len(order)] * len(order), [0] * len(order)
         for sources in reads[:num_forward]:
             for source in sources:
