@@ -396,9 +396,7 @@ def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHal
             made = [{maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker} for node in nodes]
             waits_for = [others - {k} for k, others in enumerate(made)]
             ordered = [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
-            if not isinstance(
-                V.graph, SubgraphLowering
-            ):  # a branch of a condition, say, is part of a step, and no half
+            if not isinstance(V.graph, SubgraphLowering):  # a condition's branch is no half of a step
                 watch(CompiledHalf(ordered, V.graph, ir))
             return ordered
 
