@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,8 @@ from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .improve import Improver, has_few_tries
 from .joint_graph import Role
-from .ladder import Rung, ladder
+from .ladder import NUM_CUTS, Rung, ladder
+from .narrow import End, narrow
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .source import source_line
@@ -45,6 +46,16 @@ STAGES_TRIED = 3
 LONGEST_PLAN = 3
 """How many times the graph's nodes backward may run in all, if the graph is large: with more repetitions than that,
 planning and compiling take longer than anybody waits for."""
+
+PILED_UP = 1.25
+"""By what factor peaks rise again where cuts keep so little that what is recomputed piles up in backward; those at
+higher prices are no better."""
+
+CLOSE = 0.99
+"""What part of a budget is enough if a graph is large: the rest is not worth the time it takes to look for it."""
+
+FEW_CUTS = 8
+"""How many cuts are made for a block, or for a stage of backward, if a graph is large."""
 
 HEADROOM = 1.25
 """How much more than the budget the chain planner may believe to have: it counts some memory that is free already."""
@@ -128,6 +139,7 @@ class Planner:
         self._programmes: dict[int, ChainProgramme] = {}
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         self._keepers: dict[frozenset[int], Offer] = {}
+        self._written: dict[Script, Schedule | None] = {}
         self._followers: dict[Script, Offer] = {}
         self.rivals: list[Offer] = []
         """What was compared to find the fastest schedule within a budget."""
@@ -150,7 +162,11 @@ class Planner:
     @cached_property
     def chain(self) -> Chain:
         """The graph as a chain of blocks."""
-        return Chain(self.problem, self.scheduler, self.simulator)
+        return Chain(self.problem, self.scheduler, self.simulator, self._num_cuts)
+
+    @property
+    def _num_cuts(self) -> int:
+        return FEW_CUTS if self.is_large else NUM_CUTS
 
     @cached_property
     def improver(self) -> Improver[Offer]:
@@ -160,7 +176,13 @@ class Planner:
     @cached_property
     def dearer_cuts(self) -> tuple[Offer, ...]:
         """The plain cut at rising prices per byte."""
-        return tuple(self._keeping(rung.saved) for rung in self.ladder_beyond(-1)[1:])
+        rungs = self.ladder_beyond(-1)[1:]
+        return tuple(self._falling(rungs, 0) if self.is_large else (self._keeping(rung.saved) for rung in rungs))
+
+    @cached_property
+    def is_large(self) -> bool:
+        """True if a step takes so long to simulate that only a few can be looked at."""
+        return has_few_tries(self.fastest.simulation)
 
     @cached_property
     def last_stages(self) -> tuple[int, ...]:
@@ -184,7 +206,7 @@ class Planner:
         """
         if stage not in self._ladders:
             used_up = [v for v, last in enumerate(self.last_stages) if last <= stage] if stage >= 0 else ()
-            self._ladders[stage] = ladder(self.problem, unpriced=used_up)
+            self._ladders[stage] = ladder(self.problem, unpriced=used_up, num_cuts=self._num_cuts)
         return self._ladders[stage]
 
     def within_if_any(self, budget_bytes: int) -> Offer | None:
@@ -218,12 +240,18 @@ class Planner:
     def _searched(self, budget_bytes: int) -> list[Offer]:
         """What the planners find for a budget, whether it fits or not."""
         offers = list(self._offers(budget_bytes))
-        offers += self._cuts_at_the_peak(offers, budget_bytes)
-        return offers + self.improver.within(offers, budget_bytes)
+        if not self.is_large:
+            offers += self._cuts_at_the_peak(offers, budget_bytes)
+            return offers + self.improver.within(offers, budget_bytes)
+        if any(o.planner == "cut" and o.peak_bytes <= HEADROOM * budget_bytes for o in offers):
+            offers += self._cuts_at_the_peak(offers, budget_bytes)
+        is_close = any(CLOSE * budget_bytes <= o.peak_bytes <= budget_bytes for o in offers)
+        return offers + ([] if is_close else self.improver.within(offers, budget_bytes))
 
     def _offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self.without_recompute
-        yield from (self._keeping(r.saved) for r in self.ladder_beyond(-1) if r.priced_bytes <= budget_bytes)
+        cuts = [rung for rung in self.ladder_beyond(-1) if rung.priced_bytes <= budget_bytes]
+        yield from self._falling(cuts, budget_bytes) if self.is_large else (self._keeping(cut.saved) for cut in cuts)
         yield from self._chain_offers(budget_bytes)
 
     def _cuts_at_the_peak(self, offers: Sequence[Offer], budget_bytes: int) -> Iterator[Offer]:
@@ -241,6 +269,12 @@ class Planner:
 
         Equal layers change sides of a cut all at the same price. What is kept of late ones is free again first.
         """
+        first = yield from (self._falling if self.is_large else self._halving)(rungs, budget_bytes)
+        if first:
+            yield from self._between(rungs[first - 1].saved, rungs[first].saved, budget_bytes)
+
+    def _halving(self, rungs: Sequence[Rung], budget_bytes: int) -> Generator[Offer, None, int]:
+        """Find the first cut that fits, supposing that all later ones do."""
         low, high = 0, len(rungs) - 1
         while low < high:
             middle = (low + high) // 2
@@ -248,18 +282,36 @@ class Planner:
             yield offer
             low, high = (low, middle) if offer.peak_bytes <= budget_bytes else (middle + 1, high)
         yield self._keeping(rungs[low].saved)
-        if low:
-            yield from self._between(rungs[low - 1].saved, rungs[low].saved, budget_bytes)
+        return low
+
+    def _falling(self, rungs: Sequence[Rung], budget_bytes: int) -> Generator[Offer, None, int]:
+        """Find the first cut that fits, or the last one before what is recomputed piles up."""
+        lowest = math.inf
+        for k, rung in enumerate(rungs):
+            if rung.priced_bytes > budget_bytes > 0 and k + 1 < len(rungs):
+                continue
+            offer = self._keeping(rung.saved)
+            yield offer
+            if offer.peak_bytes <= budget_bytes or offer.peak_bytes > PILED_UP * lowest:
+                return k
+            lowest = min(lowest, offer.peak_bytes)
+        return len(rungs) - 1
 
     def _between(self, more: Sequence[int], less: Sequence[int], budget_bytes: int) -> Iterator[Offer]:
         places = sorted({*more, *less})
-        low, high = 0, len(places)
-        while low < high:
-            middle = (low + high) // 2
-            place = places[middle]
-            offer = self._keeping([*(v for v in less if v < place), *(v for v in more if v >= place)])
-            yield offer
-            low, high = (low, middle) if offer.peak_bytes <= budget_bytes else (middle + 1, high)
+
+        def mixture(k: int) -> Offer:
+            first = places[k] if k < len(places) else math.inf
+            return self._keeping([*(v for v in less if v < first), *(v for v in more if v >= first)])
+
+        fitting, exceeding = mixture(len(places)), mixture(0)
+        if fitting.peak_bytes <= budget_bytes < exceeding.peak_bytes:
+            ends = End(len(places), fitting.peak_bytes), End(0, exceeding.peak_bytes)
+            yield from narrow(mixture, *ends, budget_bytes, self._close_bytes(budget_bytes))
+
+    def _close_bytes(self, budget_bytes: int) -> int | None:
+        """A peak that is near enough to a budget; None if nothing but the nearest one is."""
+        return int(CLOSE * budget_bytes) if self.is_large else None
 
     def _peak_stage(self, offer: Offer) -> int:
         simulation = offer.simulation
@@ -272,17 +324,16 @@ class Planner:
 
     def _levels_within(self, programme: ChainProgramme, budget_bytes: int) -> Iterator[Offer]:
         levels = programme.feasible_levels
-        low, high = 0, len(levels) - 1
-        while low <= high:
-            middle = high if low == 0 and high == len(levels) - 1 else (low + high) // 2
-            offer = self._following(programme.script(levels[middle]))
-            is_long = self._is_too_long(offer)
-            if not is_long:
-                yield offer
-            if is_long or offer.peak_bytes <= budget_bytes:  # with more memory, less is repeated
-                low = middle + 1
-            else:
-                high = middle - 1
+        if not levels:
+            return
+        most = self._following(programme.script(levels[-1]))
+        if most is None:
+            return
+        yield most
+        if most.peak_bytes > budget_bytes:
+            ends = End(levels[0] - 1, (levels[0] - 1) * programme.step_bytes), End(levels[-1], most.peak_bytes)
+            close_bytes = self._close_bytes(budget_bytes)
+            yield from narrow(lambda k: self._following(programme.script(k)), *ends, budget_bytes, close_bytes)
 
     def low_enough(self, budget_bytes: int) -> Offer | None:
         """A schedule near the lowest that fits, looked for no longer than needed; None if there is none."""
@@ -296,24 +347,32 @@ class Planner:
         best = min((self.fastest, self.without_recompute, *self.dearer_cuts), key=_by_peak)
         for _ in range(ROUNDS_TO_MINIMUM):
             programme = self._programme(best.peak_bytes)
-            levels = _spread(programme.feasible_levels)
-            lower = min((best, *self._followed(programme, levels)), key=_by_peak)
-            if lower is best:
-                break
+            lower = min((best, *self._followed(programme)), key=_by_peak)
+            is_close = lower.peak_bytes >= (self._close_bytes(best.peak_bytes) or best.peak_bytes)
             best = lower
+            if is_close:
+                break
         return self.improver.lower([best, self.fastest, *self.dearer_cuts])
 
-    def _followed(self, programme: ChainProgramme, levels: Sequence[int]) -> Iterator[Offer]:
-        """Follow the chain planner from much memory to little, as long as it does not repeat too much."""
-        for level in reversed(levels):
+    def _followed(self, programme: ChainProgramme) -> Iterator[Offer]:
+        """Follow the chain planner with little memory, as long as it does not repeat too much."""
+        levels = programme.feasible_levels
+        tried = self._least_repeating(programme)[:LEVELS_TRIED] if self.is_large else _spread(levels)
+        for level in reversed(tried):
             offer = self._following(programme.script(level))
-            if self._is_too_long(offer):
+            if offer is None:
                 break
             yield offer
 
-    def _is_too_long(self, offer: Offer) -> bool:
-        num_runs = len(offer.schedule.events)
-        return num_runs > LONGEST_PLAN * len(self.problem.graph.nodes) and not self.improver.is_small
+    def _least_repeating(self, programme: ChainProgramme) -> range:
+        """The levels at which the chain planner does not repeat too much, supposing that it repeats less with more."""
+        levels = programme.feasible_levels
+        low, high = 0, len(levels)
+        while low < high:
+            middle = (low + high) // 2
+            is_long = self._write(programme.script(levels[middle])) is None
+            low, high = (middle + 1, high) if is_long else (low, middle)
+        return levels[low:]
 
     @cached_property
     def lowest(self) -> Offer:
@@ -345,18 +404,24 @@ class Planner:
             self._keepers[kept] = self._offer(self.scheduler.backward(saved), "cut")
         return self._keepers[kept]
 
-    def _following(self, script: Script) -> Offer:
-        """Do as the chain planner says."""
+    def _following(self, script: Script) -> Offer | None:
+        """Do as the chain planner says; None if that repeats too much."""
+        schedule = self._write(script)
+        if schedule is None:
+            return None
         if script not in self._followers:
-            self._followers[script] = self._offer(self._write(script), "chain")
+            self._followers[script] = self._offer(schedule, "chain")
         return self._followers[script]
 
-    def _write(self, script: Script) -> Schedule:
-        return write(self.chain, script)
+    def _write(self, script: Script) -> Schedule | None:
+        if script not in self._written:
+            most_runs = None if self.improver.is_small else LONGEST_PLAN * len(self.problem.graph.nodes)
+            self._written[script] = write(self.chain, script, most_runs)
+        return self._written[script]
 
-    def written(self) -> dict[Script, Schedule]:
-        """The chain planner's scripts so far, as schedules."""
-        return {script: offer.schedule for script, offer in self._followers.items()}
+    def take_over(self, planner: Planner) -> None:
+        """Use the chain of another planner for the same graph, and what was written for it."""
+        self.__dict__["chain"], self._written = planner.chain, dict(planner._written)
 
     def _offer(self, schedule: Schedule, planner: str) -> Offer:
         return Offer(schedule, self._simulated(schedule), extra_ticks(self.problem, schedule), planner)

@@ -15,6 +15,7 @@ proposes is simulated before it is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ import torch
 from .blocks import Block, find_blocks
 from .flow import FlowProblem
 from .joint_graph import Role
-from .ladder import keep_least, ladder
+from .ladder import NUM_CUTS, keep_least, ladder
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .torch_private import without_modes
@@ -58,13 +59,16 @@ class Option:
 class Chain:
     """A graph as a chain of blocks with options."""
 
-    def __init__(self, problem: FlowProblem, scheduler: Scheduler, simulator: Simulator) -> None:
+    def __init__(
+        self, problem: FlowProblem, scheduler: Scheduler, simulator: Simulator, num_cuts: int = NUM_CUTS
+    ) -> None:
+        """Split a graph; the blocks' options are found by so many cuts."""
         self.problem, self.scheduler, self.simulator = problem, scheduler, simulator
         self.blocks = find_blocks(problem)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""
         self.forward_ticks = [self._forward_ticks(block) for block in self.blocks]
-        self.options = self._options()
+        self.options = self._options(num_cuts)
 
     @property
     def num_blocks(self) -> int:
@@ -99,10 +103,10 @@ class Chain:
 
     # ---------------------------------------------------------------------------------------------- options
 
-    def _options(self) -> list[tuple[Option, ...]]:
+    def _options(self, num_cuts: int) -> list[tuple[Option, ...]]:
         """Cut at rising prices; keep what differs. The last option of a block keeps nothing but boundaries."""
         found: list[dict[frozenset[int], Option]] = [{} for _ in self.blocks]
-        for rung in ladder(self.problem, self.boundaries):
+        for rung in ladder(self.problem, self.boundaries, num_cuts=num_cuts):
             for k, option in enumerate(self._measured(rung.saved)):
                 found[k].setdefault(option.saved, option)
         return [tuple(options.values()) for options in found]
@@ -454,9 +458,9 @@ class _Teller:
         self.acts += [None, i]
 
 
-def write(chain: Chain, script: Script) -> Schedule:
-    """Turn a script into an order of nodes."""
-    return _Writer(chain, script.saved).write(script.acts)
+def write(chain: Chain, script: Script, most_runs: int | None = None) -> Schedule | None:
+    """Turn a script into an order of nodes; None if backward would run more of them than it may."""
+    return _Writer(chain, script.saved).write(script.acts, math.inf if most_runs is None else most_runs)
 
 
 class _Writer:
@@ -469,16 +473,18 @@ class _Writer:
         self.held: list[frozenset[int]] = []
         """Values that stretches in progress keep for later, innermost last."""
 
-    def write(self, acts: Iterable[Act]) -> Schedule:
-        """Write the whole step."""
+    def write(self, acts: Iterable[Act], most_runs: float) -> Schedule | None:
+        """Write the whole step, or give it up."""
         for act in acts:
+            if len(self.writer.events) > most_runs:
+                return None
             if act is None:
                 self.held.pop()
             elif isinstance(act, int):
                 self._run(self.chain.blocks[act].backward)
             else:
                 self._run_again(act)
-        return self.writer.finish()
+        return self.writer.finish() if len(self.writer.events) <= most_runs else None
 
     def _run_again(self, values: frozenset[int]) -> None:
         """Recompute values and hold on to them."""

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
-from .chain_planner import Script
 from .flow import FlowProblem
 from .improve import has_few_tries
 from .schedule import Schedule, Scheduler
@@ -30,14 +29,9 @@ class EndPlanner(Planner):
         self.others = _that_count(storages.sizes, others)
         """The ends beside the one that schedules are made for, without those at which nothing is larger."""
         self.judge = Simulator(problem.graph, storages, self.others) if self.others else self.simulator
-        self._written: dict[Script, Schedule] = {}
-        """Scripts that were turned into schedules before."""
 
     def _simulated(self, schedule: Schedule) -> Simulation:
         return self.judge.run(schedule)
-
-    def _write(self, script: Script) -> Schedule:
-        return self._written.get(script) or super()._write(script)
 
     def reachable(self, budget_bytes: int) -> tuple[bool, ...]:
         """Per end, the first one's own first: does any of the schedules fit there that take the least memory?
@@ -55,8 +49,8 @@ class EndPlanner(Planner):
     def _low_offers(self, budget_bytes: int) -> Iterator[Offer]:
         yield self._keeping(self.ladder_beyond(-1)[-1].saved)
         programme = self._programme(int(HEADROOM * budget_bytes))
-        for level in programme.feasible_levels[:LEVELS_TRIED]:
-            yield self._following(programme.script(level))
+        followed = (self._following(programme.script(level)) for level in programme.feasible_levels[:LEVELS_TRIED])
+        yield from (offer for offer in followed if offer is not None)
 
     def only(self, is_wanted: Sequence[bool]) -> EndPlanner:
         """The same with fewer ends; the first one stays."""
@@ -64,9 +58,8 @@ class EndPlanner(Planner):
             return self
         others = [end for end, wanted in zip(self.others, is_wanted[1:], strict=True) if wanted]
         fewer = EndPlanner(self.problem, self.storages, others, self.scheduler)
-        fewer.__dict__["chain"] = self.chain
+        fewer.take_over(self)
         fewer._ladders, fewer._programmes = self._ladders, self._programmes
-        fewer._written = self.written()
         return fewer
 
     def refine(self, planner: Planner, lowest: Offer, budget_bytes: int) -> None:
@@ -79,7 +72,7 @@ class EndPlanner(Planner):
         if has_few_tries(offers[0].simulation):
             offers += self._chain_offers(budget_bytes)
         else:
-            self.__dict__["chain"], self._written = planner.chain, planner.written()
+            self.take_over(planner)
             offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
         offers += self.improver.within(offers, budget_bytes)
         self.rivals += [self.fastest, *offers]

@@ -302,18 +302,30 @@ class Improver(Generic[J]):
         is_better = best.peak_bytes <= budget_bytes
         while is_better and self.nodes_left > 0:
             before = best
-            pending = [self._keeps(candidate, best)]
+            moves = self._keeps(candidate, best)
+            is_large = has_few_tries(best.simulation)
+            pending = [self._surely_fitting(moves, budget_bytes - best.peak_bytes) if is_large else moves]
             while pending and self.nodes_left > 0:
                 moves = pending.pop()
                 changed = reduce(lambda facts, move: move.apply(facts), moves, candidate)
                 offer = self._try(changed)
                 if offer.peak_bytes <= budget_bytes and offer.extra_ticks < best.extra_ticks:
                     candidate, best = changed, offer
-                elif len(moves) > 1:
+                elif len(moves) > 1 and not is_large:
                     middle = len(moves) // 2
                     pending += [moves[middle:], moves[:middle]]
             is_better = best is not before
         return best
+
+    def _surely_fitting(self, moves: Sequence[Move], free_bytes: int) -> list[Move]:
+        """Those that together need no more than the memory that is free, first come, first served."""
+        chosen: list[Move] = []
+        for move in moves:
+            num_bytes = sum(self.problem.num_bytes(v) for v in {fact.value for fact in (*move.added, *move.removed)})
+            if num_bytes <= free_bytes:
+                chosen.append(move)
+                free_bytes -= num_bytes
+        return chosen
 
     def _keeps(self, candidate: Candidate, offer: J) -> list[Move]:
         """All ways to recompute less, dearest per byte first."""

@@ -42,7 +42,9 @@ class Rung:
         return self.ticks + self.ticks_per_byte * (self.priced_bytes - num_bytes) - len(self.saved)
 
 
-def ladder(problem: FlowProblem, kept: Collection[int] = (), unpriced: Collection[int] = ()) -> tuple[Rung, ...]:
+def ladder(
+    problem: FlowProblem, kept: Collection[int] = (), unpriced: Collection[int] = (), num_cuts: int = NUM_CUTS
+) -> tuple[Rung, ...]:
     """Cut at rising prices; the first keeps most, the last least.
 
     `kept` values are there for nothing; `unpriced` ones cost what they cost where memory is not short.
@@ -52,7 +54,7 @@ def ladder(problem: FlowProblem, kept: Collection[int] = (), unpriced: Collectio
     smallest = SMALLEST_GAP * max(rung.priced_bytes for rung in rungs)
     closed: set[int] = set()
     """Kept bytes of rungs that have no cut between them and the next one."""
-    for _ in range(NUM_CUTS - len(rungs)):
+    for _ in range(num_cuts - len(rungs)):
         gaps = [
             (more.priced_bytes - less.priced_bytes, -k)
             for k, (more, less) in enumerate(pairwise(rungs))
