@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-
 from remat.passes.narrow import GUESSES, End, narrow
 
 
