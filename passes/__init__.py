@@ -10,7 +10,8 @@
                     bound, share_planner: how they are met)
                     with symbols: ranges plans for a range of sizes (peaks: the peak as an expression, unknown_sizes:
                     what no budget is planned with), validity says for which sizes a plan holds
-    schedule        the order of backward, each recomputation just before its first reader
+    schedule        the order of backward, each recomputation just before its first reader (backward_order: of its own
+                    nodes)
     extract         forward and backward as graphs; rng replays random ops; overwrite leaves results
                     in memory that is of no use any more
     verify          plans and graphs checked against the rules, always

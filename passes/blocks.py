@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from .backward_order import roots
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role
-from .schedule import roots
 
 MAX_BLOCKS = 64
 """More than these are merged: the planner over blocks takes cubic time."""

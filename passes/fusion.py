@@ -69,11 +69,11 @@ def may_fuse(first: Sequence[fx.Node], second: Sequence[fx.Node], *, feed_each_o
     moments, others = _moments(first), _moments(second)
     if not moments or not others:
         return True
-    if any(COPY_TAG in node.meta for node in (*first, *second)) and len({m.phase for m in (*moments, *others)}) > 1:
-        return False
     slot, other = max(m.slot for m in moments), max(m.slot for m in others)
     if slot == other:
         return True
+    if any(COPY_TAG in node.meta for node in (*first, *second)) and len({m.phase for m in (*moments, *others)}) > 1:
+        return False
     if not feed_each_other or _reduces_before(max(slot, other), (*first, *second)):
         return False
     early = first if slot < other else second

@@ -1,4 +1,4 @@
-"""The order of backward: its own nodes as traced, and each recomputation just before its first reader.
+"""The order of backward: its own nodes, and each recomputation just before its first reader.
 
 A value may be recomputed several times. A reader reads the latest copy, so an order of node positions says it all:
 a forward-side position means "recompute it here", and the copy lives to its last reader before the next one.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .constraints import Constraint, Constraints, split_closing_writes
+from .backward_order import roots
+from .constraints import Constraint, Constraints
 from .joint_graph import FORWARD_SIDE, JointGraph, Role
 from .region_tag import preserves_rng_state
 
@@ -150,19 +151,6 @@ class ScheduleWriter:
 
 def _runs_once(constraint: Constraint) -> bool:
     return constraint.no_recompute is not None and constraint.no_save is None
-
-
-def roots(graph: JointGraph) -> list[int]:
-    """What backward computes, in order. Its closing writes come last: what they overwrite may still be read."""
-    body, writes = split_closing_writes(graph)
-    sources = [j for i in writes for j in graph.inputs[i]]
-    return [*body, *sources, *_forward_values_returned(graph), *writes]
-
-
-def _forward_values_returned(graph: JointGraph) -> list[int]:
-    """Gradients that are forward values themselves, such as the gradient of a sum."""
-    returned = [graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)]
-    return [i for i in returned if graph.roles[i] is not Role.BACKWARD]
 
 
 def _is_random(graph: JointGraph, i: int) -> bool:
