@@ -339,6 +339,10 @@ class Planner:
         """A schedule near the lowest that fits, looked for no longer than needed; None if there is none."""
         if self.low.peak_bytes <= budget_bytes:
             return self.low
+        if self.may_squeeze:
+            squeezed = self.improver.squeeze(self.low, budget_bytes)
+            if squeezed.peak_bytes <= budget_bytes:
+                return squeezed
         return self.lowest if self.lowest.peak_bytes <= budget_bytes else None
 
     @cached_property
@@ -378,12 +382,22 @@ class Planner:
     def lowest(self) -> Offer:
         """The schedule with the lowest peak found: a search within a peak may end far below it, if it tries much."""
         lowest = self.low
-        for _ in range(0 if has_few_tries(lowest.simulation) else ROUNDS_TO_MINIMUM):
+        if has_few_tries(lowest.simulation):
+            return lowest
+        for _ in range(ROUNDS_TO_MINIMUM):
             lower = min((lowest, *self.improver.within([lowest], lowest.peak_bytes)), key=_by_peak)
             if lower.peak_bytes == lowest.peak_bytes:
                 break
             lowest = lower
-        return lowest
+        if not self.may_squeeze:
+            return lowest
+        low_cut = min(self.dearer_cuts, key=_by_peak, default=lowest)
+        return min((self.improver.squeeze_out(start) for start in (lowest, low_cut)), key=_by_peak)
+
+    @property
+    def may_squeeze(self) -> bool:
+        """True if there is time for many tries; where sizes are symbols, there are many plans to be made."""
+        return not has_few_tries(self.low.simulation) and not self.storages.sizes.symbols
 
     def _programme(self, memory_bytes: int) -> ChainProgramme:
         if memory_bytes not in self._programmes:

@@ -2,10 +2,11 @@
 
 A candidate is a set of facts: which values forward hands over, after which of backward's nodes a value is forgotten, so
 that its next reader recomputes it, and before which one it is computed although nobody reads it yet, say because what
-it is computed from is larger. Two searches:
+it is computed from is larger. Three searches:
 
 fill     use the memory that a schedule leaves under its budget: keep what is recomputed, dearest per byte first;
-anneal   simulated annealing (Kirkpatrick, Gelatt, Vecchi, 1983), for graphs that are small enough for many tries.
+anneal   simulated annealing (Kirkpatrick, Gelatt, Vecchi, 1983), for graphs that are small enough for many tries;
+squeeze  where nothing fits, forget what is alive at the highest moments and not read there, cheapest per byte first.
 
 The effort is bounded by the number of nodes simulated, not by time, and the random numbers are seeded: equal graphs
 give equal plans.
@@ -58,6 +59,23 @@ AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
 
 LOWER_BY, ROUNDS_TO_LOWER = 0.6, 3
 """In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
+
+
+NODES_SQUEEZED = 250_000
+"""The effort for squeezing one plan: more than for a budget, since it is made only where nothing else fits."""
+
+HIGHEST_MOMENTS, APART = 6, 10
+"""How many of the highest moments a squeeze looks at before it gives up, and how far apart they are."""
+
+SMALLEST_FORGOTTEN = 0.01
+"""What part of the peak a value has to be for a squeeze to forget it."""
+
+CHEAP = 1e-3
+"""What part of the forward's time is nothing: moves that cost less are told apart by the bytes that they free."""
+
+SQUEEZED_TO = (0.95, 0.9, 0.8)
+"""In search of the lowest peak, the parts of the lowest one so far that a squeeze is to reach, one after the other:
+a peak made of a few large values goes down in large steps."""
 
 
 def has_few_tries(simulation: Simulation) -> bool:
@@ -170,6 +188,48 @@ class Improver(Generic[J]):
             lowest = lower
         return lowest
 
+    def squeeze_out(self, lowest: J) -> J:
+        """Squeeze a schedule as long as that lowers its peak."""
+        parts, self.nodes_left = list(SQUEEZED_TO), NODES_SQUEEZED
+        while parts:
+            squeezed = self._squeeze(lowest, int(parts[0] * lowest.peak_bytes))
+            if squeezed.peak_bytes < lowest.peak_bytes:
+                lowest = squeezed
+            else:
+                parts.pop(0)
+        return lowest
+
+    def squeeze(self, offer: J, budget_bytes: int) -> J:
+        """Lower the peak towards a budget by forgetting what is not read at the highest moments; best first."""
+        self.nodes_left = NODES_SQUEEZED
+        return self._squeeze(offer, budget_bytes)
+
+    def _squeeze(self, offer: J, budget_bytes: int) -> J:
+        candidate, lowest = self.read(offer.schedule), offer
+        while offer.peak_bytes > budget_bytes and self.nodes_left > 0:
+            for moment in _highest_moments(offer.simulation, budget_bytes):
+                changed = [move.apply(candidate) for move in self._forgetting(offer, moment)]
+                judged = [
+                    (self._relief(offer, tried := self._try(facts), budget_bytes), tried, facts) for facts in changed
+                ]
+                relief, tried, facts = max(judged, key=lambda row: row[0], default=(0.0, offer, candidate))
+                if relief > 0:
+                    offer, candidate = tried, facts
+                    break
+            else:
+                break  # nothing that is alive at any of these moments helps
+            lowest = min(lowest, offer, key=_by_peak)
+        return lowest
+
+    def _relief(self, offer: J, other: J, budget_bytes: int) -> float:
+        """How much less another schedule exceeds a budget, all its moments taken together, for what it adds to time."""
+        relief = _excess_bytes(offer.simulation, budget_bytes) - _excess_bytes(other.simulation, budget_bytes)
+        return relief / max(CHEAP * self.forward_ticks, other.extra_ticks - offer.extra_ticks)
+
+    def _forgetting(self, offer: J, moment: int) -> list[Move]:
+        """Ways to forget something large that is alive at a moment and not read there."""
+        return self._aimed_moves(offer, self.touches(offer.schedule), moment, SMALLEST_FORGOTTEN * offer.peak_bytes)
+
     @property
     def is_small(self) -> bool:
         """True if forgetting everything everywhere can be tried, and annealing pays."""
@@ -225,7 +285,7 @@ class Improver(Generic[J]):
         if offer.peak_bytes <= budget_bytes:
             return ticks
         # Where several moments exceed the budget, bringing down one of them is progress, too.
-        excess = sum(live - budget_bytes for live in offer.simulation.live_bytes if live > budget_bytes)
+        excess = _excess_bytes(offer.simulation, budget_bytes)
         return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(
             1, budget_bytes
         )
@@ -416,14 +476,20 @@ class Improver(Generic[J]):
 
     def _aimed_move(self, offer: J, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
         """Forget something that is alive at the peak and is not read there."""
-        simulation, moment = offer.simulation, offer.simulation.peak_moment
-        own = set(self.roots)
+        moves = self._aimed_moves(offer, touches, offer.simulation.peak_moment)
+        return moves[int(rng.random() * len(moves))] if moves else None
+
+    def _aimed_moves(
+        self, offer: J, touches: dict[int, list[Touch]], moment: int, least_bytes: float = 0.0
+    ) -> list[Move]:
+        """All ways to forget something that is alive at a moment and is not read there."""
+        simulation, own = offer.simulation, set(self.roots)
         events = simulation.order[simulation.num_forward : moment]
         stage = -1 if moment < simulation.num_forward else sum(i in own for i in events)
         moves = []
         for memory in simulation.alive_at(moment):
             v = self.problem.value_of.get(memory.node)
-            if v is None or not self._may_drop(v):
+            if v is None or not self._may_drop(v) or memory.num_bytes < least_bytes:
                 continue
             before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
             if before is None:
@@ -434,7 +500,7 @@ class Improver(Generic[J]):
                 moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before)})))
                 deep = (Fact(What.DROPPED, u, before) for u in self._ancestors(v))
                 moves.append(Move(added=frozenset(fact for fact in deep if self._may_drop(fact.value))))
-        return moves[int(rng.random() * len(moves))] if moves else None
+        return moves
 
     def _ancestors(self, v: int) -> set[int]:
         """A value and all that it is computed from."""
@@ -460,3 +526,20 @@ class Improver(Generic[J]):
 
 def _by_peak(offer: Judged) -> tuple[int, int]:
     return offer.peak_bytes, offer.extra_ticks
+
+
+def _highest_moments(simulation: Simulation, budget_bytes: int) -> list[int]:
+    """Some moments that exceed a budget, the highest first, none close to another."""
+    live = simulation.live_bytes
+    found: list[int] = []
+    for moment in sorted((m for m, num in enumerate(live) if num > budget_bytes), key=lambda m: -live[m]):
+        if all(abs(moment - other) > APART for other in found):
+            found.append(moment)
+            if len(found) == HIGHEST_MOMENTS:
+                break
+    return found
+
+
+def _excess_bytes(simulation: Simulation, budget_bytes: int) -> int:
+    """By how much the moments of a step exceed a budget, added up."""
+    return sum(live - budget_bytes for live in simulation.live_bytes if live > budget_bytes)

@@ -50,6 +50,8 @@ class Request:
     """What will run the graphs fuses ops."""
     overwrites: bool = False
     """What will run the graphs runs ops that write to an input's memory as they stand."""
+    keeps_order: bool = False
+    """What will run the graphs keeps to the plan's order also where no budget counts on it."""
     unbacked_hint: int | None = None
     """What a size stands for that only the data tells, where nothing bounds it."""
     take_minimum: bool = False
@@ -67,6 +69,8 @@ class Prepared:
     problem: FlowProblem
     storages: Storages
     num_fwd_outputs: int
+    keeps_order: bool = False
+    """As in `Request`."""
 
 
 def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
@@ -83,7 +87,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     sizes = Sizes.find(graph.nodes, request.unbacked_hint)
     costs = price(graph, request.cost_model, sizes)
     storages = find_storages(graph, fuses=request.fuses, overwrites=request.overwrites, sizes=sizes)
-    return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
+    return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs, request.keeps_order)
 
 
 def choose(prepared: Prepared, request: Request) -> Chosen:
@@ -126,5 +130,6 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
 
 
 def has_order(prepared: Prepared, chosen: Chosen) -> bool:
-    """Is a compiler to keep to the plan's order, since a budget counts on it?"""
-    return any(prepared.storages.is_fused) and (chosen.plan.budget_bytes is not None or bool(chosen.plan.shares))
+    """Does a compiler keep to the plan's order, or is it to be told to, since a budget counts on it?"""
+    is_bounded = chosen.plan.budget_bytes is not None or bool(chosen.plan.shares)
+    return any(prepared.storages.is_fused) and (prepared.keeps_order or is_bounded)

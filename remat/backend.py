@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from .capture import split_only
-from .carrier import has_budgeted_region, inside_broken_regions
+from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
 from .passes.budget import LOWEST_PLAN_OPTION, mib
@@ -54,7 +54,7 @@ def _with_inductor(gm: fx.GraphModule, example_inputs: list[Any], options: Optio
     """Compile with inductor; where its kernels take more than the budget, plan again with less of it."""
     margin = 0.0
     for _ in range(MOST_PLANS):
-        partitioner = Partitioner(options, margin=margin)
+        partitioner = Partitioner(options, keeps_order=True, margin=margin)
         try:
             return _compiled(gm, example_inputs, partitioner)
         except Exception:
@@ -62,21 +62,19 @@ def _with_inductor(gm: fx.GraphModule, example_inputs: list[Any], options: Optio
                 raise
             margin = max(margin + LEAST_STEP, partitioner.excess.margin)
     if options.take_minimum:
-        return _compiled(gm, example_inputs, Partitioner(options, margin=ALL_OF_IT))
+        return _compiled(gm, example_inputs, Partitioner(options, keeps_order=True, margin=ALL_OF_IT))
     raise _never_fits(options, partitioner.excess)
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
     options = partitioner.options
-    has_order = options.budget is not None or bool(options.plans) or has_budgeted_region(gm)
-    memory = _keep_order(partitioner) if has_order else {}
-    settings = {**memory, **options.inductor, "custom_partitioner_fn": partitioner}
+    settings = {**_keep_order(partitioner), **options.inductor, "custom_partitioner_fn": partitioner}
     try:
         compiled = inductor_compile(
             gm,
             example_inputs,
             settings,
-            may_fuse=may_fuse if has_order else None,
+            may_fuse=may_fuse,
             around=lambda compiled: advising(compiled, "compiled code", partitioner.peak_bytes),
             with_backward=partitioner.is_checked,
         )

@@ -136,13 +136,6 @@ def _may_write(target: Any) -> bool:
     return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
 
 
-def has_budgeted_region(gm: fx.GraphModule) -> bool:
-    """True if a graph that Dynamo captured calls a region with a budget, at any depth."""
-    bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    targets = (node.target for body in bodies for node in body.graph.nodes)
-    return any(isinstance(target, RegionOperator) and target.region.budget is not None for target in targets)
-
-
 # -------------------------------------------------------------------------------------------------- one per kind
 
 _operators: dict[str, RegionOperator] = {}

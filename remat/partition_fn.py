@@ -45,9 +45,13 @@ class Partitioner(CustomPartitionerFn):
         *,
         is_seen_by_caches: bool = True,
         overwrites: bool | None = None,
+        keeps_order: bool = False,
         margin: float = 0.0,
     ) -> None:
-        """Read the options; `margin` is the part of a budget that is left for what a compiler adds to a plan."""
+        """Read the options; `margin` is the part of a budget that is left for what a compiler adds to a plan.
+
+        With `keeps_order` the compiler is made to keep to the order of a plan, whether a budget needs that or not.
+        """
         job = job_of(options)
         if options.fuses and options.budget is not None:
             # Ranks that are to agree on a plan cannot each plan again when they have seen their kernels.
@@ -65,6 +69,7 @@ class Partitioner(CustomPartitionerFn):
             take_minimum=options.take_minimum,
             fuses=options.fuses,
             overwrites=overwrites,
+            keeps_order=keeps_order,
             unbacked_hint=options.unbacked_hint,
             stored=options.plans,
             key=self.plan_key,

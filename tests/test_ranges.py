@@ -503,9 +503,9 @@ LONGEST_STEP = 1_500
 
 @cache
 def attentive_peaks() -> tuple[int, int]:
-    """The peaks of the fastest plan and of the lowest one."""
+    """The peaks of the fastest plan and of the lowest one that is looked for at all sizes alike."""
     joint = attentive_joint((0, 1, 2))
     request = Request(Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses=False))
     prepared = prepare(copy.deepcopy(joint.module), request, num_fwd_outputs=joint.num_fwd_outputs)
     planner = Planner(prepared.problem, prepared.storages)
-    return planner.fastest.peak_bytes, planner.lowest.peak_bytes
+    return planner.fastest.peak_bytes, planner.low.peak_bytes
