@@ -16,6 +16,7 @@
                     in memory that is of no use any more
     verify          plans and graphs checked against the rules, always
     offload         saved values that wait in host memory, or in a file (disk: the file, disk_op: the op that fills it)
+    masks           saved masks that wait as bytes, which vectorised loops read and write faster
     partition       the pipeline above, on one screen
     kernels         the peak of what a compiler has made of it, to be compared with the budget (inductor_kernels: read
                     off inductor, fusion: what it is told so that the plan's order stays)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .budget import Budget, Offer, Planner
+from .budget import Budget
 from .constraints import Reason, base_is_viewed
 from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
@@ -17,6 +17,7 @@ from .joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
+from .planner import Offer, Planner
 from .region_budget import choose_within_shares
 from .region_tag import region_fields
 from .schedule import Schedule

@@ -10,9 +10,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from .budget import HEADROOM, LEVELS_TRIED, Offer, Planner
 from .flow import FlowProblem
 from .improve import has_few_tries
+from .planner import HEADROOM, LEVELS_TRIED, Offer, Planner
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
 from .storage import Storages

@@ -14,6 +14,10 @@ It may also compute a result twice. What a kernel of its own reads through a vie
 same result later computes it again from what it was made of, which has to live until then. Such results are to be
 written to memory once.
 
+It may make one op of a product and what is added to it, and run that where the sum was. If the other summand is there
+only much later (the gradients of a weight that is used twice), what the product reads would have to live until then:
+such products and sums stay apart.
+
 And it may not compute a result twice that a plan counts on: on a CPU the result of an exponential that several loops
 read is written to memory, and stays there until the last of them. Such a loop is repeated at each moment that reads it.
 """
@@ -41,6 +45,8 @@ MOMENT_TAG = "remat_moment"
 
 
 _REDUCTIONS = FUSED_KINDS - INLINED_KINDS
+
+_ADD, _TIMES, _PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default
 
 
 class Moment(NamedTuple):
@@ -94,7 +100,7 @@ def _reduces_before(slot: int, nodes: Iterable[fx.Node]) -> bool:
 def _is_read_before(slot: int, nodes: Sequence[fx.Node]) -> bool:
     """Does anything else read one of the nodes before a slot? Then all that is made one with it has to run by then."""
     own = set(nodes)
-    readers = (reader for node in nodes for reader, _, _ in _readers(node) if reader not in own)
+    readers = (reader for node in nodes for reader, _, _ in readers_of(node) if reader not in own)
     return any(moment.slot < slot for moment in _moments(readers))
 
 
@@ -126,12 +132,32 @@ def kernel_order(ranks: Sequence[int], waits_for: Sequence[set[int]]) -> list[in
 def write_once(graph: fx.Graph) -> None:
     """Have results written to memory that a kernel reads through a view and a loop reads, too."""
     for node in graph.nodes:
-        if not _is_inlined(node):
+        if not is_inlined(node):
             continue
-        readers = list(_readers(node))
+        readers = list(readers_of(node))
         feeds_kernel = any(is_view and reader.op == "call_function" and not loop for reader, is_view, loop in readers)
         if feeds_kernel and any(loop for _, _, loop in readers):
             node.meta[REALIZE_TAG] = True
+
+
+def keep_products_early(graph: fx.Graph) -> None:
+    """Have products of backward run when the plan runs them, although something is added to them much later."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not _ADD or MOMENT_TAG not in node.meta:
+            continue
+        summands = [arg for arg in node.args if isinstance(arg, fx.Node) and MOMENT_TAG in arg.meta]
+        last = max((arg.meta[MOMENT_TAG].slot for arg in summands), default=0)
+        for product in summands:
+            if product.target is _PRODUCT and product.meta[MOMENT_TAG].slot < last:
+                _hide(graph, product, node)
+
+
+def _hide(graph: fx.Graph, product: fx.Node, reader: fx.Node) -> None:
+    """Put a loop that changes nothing between a product and the sum that reads it: compilers look for the pair."""
+    with graph.inserting_before(reader):
+        same = graph.create_node("call_function", _TIMES, (product, 1), name=f"{product.name}_apart")
+    same.meta = {**product.meta, MOMENT_TAG: reader.meta[MOMENT_TAG]}
+    reader.replace_input_with(product, same)
 
 
 def repeat_exponentials(graph: fx.Graph) -> None:
@@ -171,16 +197,16 @@ def _repeat_at_each_slot(graph: fx.Graph, node: fx.Node) -> None:
             user.replace_input_with(node, copy)
 
 
-def _readers(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bool, bool]]:
+def readers_of(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bool, bool]]:
     """Who reads a node's result, whether through a view, and whether inside a loop."""
     for user in node.users:
         if user.op == "call_function" and facts_of(user.target).is_view:
-            yield from _readers(user, True)
+            yield from readers_of(user, True)
         else:
             yield user, is_view, _is_loop(user)
 
 
-def _is_inlined(node: fx.Node) -> bool:
+def is_inlined(node: fx.Node) -> bool:
     """True for what readers compute in their own loops, if nobody insists on memory."""
     if not _is_loop(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False

@@ -1,12 +1,9 @@
 """Improve schedules by local search: what is kept, what is recomputed when needed, and what is forgotten in between.
 
-A candidate is a set of facts: which values forward hands over, after which of backward's nodes a value is forgotten, so
-that its next reader recomputes it, and before which one it is computed although nobody reads it yet, say because what
-it is computed from is larger. Three searches:
+Two searches among candidates:
 
 fill     use the memory that a schedule leaves under its budget: keep what is recomputed, dearest per byte first;
 anneal   simulated annealing (Kirkpatrick, Gelatt, Vecchi, 1983), for graphs that are small enough for many tries;
-squeeze  where nothing fits, forget what is alive at the highest moments and not read there, cheapest per byte first.
 
 The effort is bounded by the number of nodes simulated, not by time, and the random numbers are seeded: equal graphs
 give equal plans.
@@ -18,14 +15,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from functools import reduce
-from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .flow import FlowProblem
 from .joint_graph import Role
-from .schedule import Schedule, Scheduler
+from .search import Candidate, Fact, J, Move, Search, Touch, What, by_peak, excess_bytes
 from .simulate import Simulation
 
 NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 120_000, 40_000
@@ -53,7 +46,6 @@ EXCESS_PRICE_IF_NONE_FITS = 16.0
 EXCESS_SHARE = 0.2
 """What exceeding it at one more moment costs, compared with the largest excess."""
 
-
 AIMED_SHARE, SECOND_SHARE = 0.5, 0.3
 """How often a move is aimed at the peak while that exceeds the budget, and how often two moves are made at once."""
 
@@ -61,106 +53,15 @@ LOWER_BY, ROUNDS_TO_LOWER = 0.6, 3
 """In search of the lowest peak, the part of the lowest one so far that is tried next, and how often."""
 
 
-NODES_SQUEEZED = 250_000
-"""The effort for squeezing one plan: more than for a budget, since it is made only where nothing else fits."""
-
-HIGHEST_MOMENTS, APART = 6, 10
-"""How many of the highest moments a squeeze looks at before it gives up, and how far apart they are."""
-
-SMALLEST_FORGOTTEN = 0.01
-"""What part of the peak a value has to be for a squeeze to forget it."""
-
-CHEAP = 1e-3
-"""What part of the forward's time is nothing: moves that cost less are told apart by the bytes that they free."""
-
-SQUEEZED_TO = (0.95, 0.9, 0.8)
-"""In search of the lowest peak, the parts of the lowest one so far that a squeeze is to reach, one after the other:
-a peak made of a few large values goes down in large steps."""
-
-
 def has_few_tries(simulation: Simulation) -> bool:
     """Is a step so long that a search can hardly look at others?"""
     return FEW_TRIES * len(simulation.order) > NODES_SIMULATED_IF_LARGE
 
 
-class Judged(Protocol):
-    """A schedule with what it takes."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule."""
-
-    @property
-    def simulation(self) -> Simulation:
-        """What is alive when."""
-
-    @property
-    def extra_ticks(self) -> int:
-        """What it adds to the step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Its activation peak."""
-
-
-J = TypeVar("J", bound=Judged)
-
-
-class What(Enum):
-    """What a fact says about a value."""
-
-    SAVED = "handed over by forward"
-    DROPPED = "forgotten after the stage"
-    EARLY = "computed before the stage's own node, read later"
-
-
-class Fact(NamedTuple):
-    """Something about a value at a stage; a stage is one of backward's own nodes, by its place in their order."""
-
-    what: What
-    value: int
-    stage: int = 0
-
-
-Candidate = frozenset[Fact]
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A change of a candidate."""
-
-    added: Candidate = frozenset()
-    removed: Candidate = frozenset()
-    is_keep: bool = False
-    """Recomputes less."""
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The changed candidate."""
-        return (candidate - self.removed) | self.added
-
-
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """A moment at which a value is computed or read."""
-
-    stage: int
-    """-1 for forward."""
-    is_run: bool
-
-
-class Improver(Generic[J]):
+class Improver(Search[J]):
     """Searches around schedules of one graph."""
 
-    def __init__(self, problem: FlowProblem, scheduler: Scheduler, judge: Callable[[Schedule], J]) -> None:
-        self.problem, self.scheduler, self.judge = problem, scheduler, judge
-        self.roots = scheduler.roots
-        self.members: list[list[int]] = [[] for _ in problem.bases]
-        for i, v in problem.value_of.items():
-            self.members[v].append(i)
-        costs, roles = problem.costs, problem.graph.roles
-        self.forward_ticks = max(1, sum(costs.run_ticks[i] for i, r in enumerate(roles) if r is Role.FORWARD))
-        self.nodes_left = 0
-        self.excess_price = EXCESS_PRICE
+    excess_price = EXCESS_PRICE
 
     def within(self, offers: Sequence[J], budget_bytes: int) -> list[J]:
         """Look for schedules that fit a budget and are faster than those offered."""
@@ -178,57 +79,15 @@ class Improver(Generic[J]):
 
     def lower(self, offers: Sequence[J]) -> J:
         """Look for a lower peak than those offered have."""
-        lowest = min(offers, key=_by_peak)
+        lowest = min(offers, key=by_peak)
         if not self.is_small:
             return lowest
         for _ in range(ROUNDS_TO_LOWER):
-            lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=_by_peak)
+            lower = min((lowest, *self.within([lowest, *offers], int(LOWER_BY * lowest.peak_bytes))), key=by_peak)
             if lower.peak_bytes == lowest.peak_bytes:
                 break
             lowest = lower
         return lowest
-
-    def squeeze_out(self, lowest: J) -> J:
-        """Squeeze a schedule as long as that lowers its peak."""
-        parts, self.nodes_left = list(SQUEEZED_TO), NODES_SQUEEZED
-        while parts:
-            squeezed = self._squeeze(lowest, int(parts[0] * lowest.peak_bytes))
-            if squeezed.peak_bytes < lowest.peak_bytes:
-                lowest = squeezed
-            else:
-                parts.pop(0)
-        return lowest
-
-    def squeeze(self, offer: J, budget_bytes: int) -> J:
-        """Lower the peak towards a budget by forgetting what is not read at the highest moments; best first."""
-        self.nodes_left = NODES_SQUEEZED
-        return self._squeeze(offer, budget_bytes)
-
-    def _squeeze(self, offer: J, budget_bytes: int) -> J:
-        candidate, lowest = self.read(offer.schedule), offer
-        while offer.peak_bytes > budget_bytes and self.nodes_left > 0:
-            for moment in _highest_moments(offer.simulation, budget_bytes):
-                changed = [move.apply(candidate) for move in self._forgetting(offer, moment)]
-                judged = [
-                    (self._relief(offer, tried := self._try(facts), budget_bytes), tried, facts) for facts in changed
-                ]
-                relief, tried, facts = max(judged, key=lambda row: row[0], default=(0.0, offer, candidate))
-                if relief > 0:
-                    offer, candidate = tried, facts
-                    break
-            else:
-                break  # nothing that is alive at any of these moments helps
-            lowest = min(lowest, offer, key=_by_peak)
-        return lowest
-
-    def _relief(self, offer: J, other: J, budget_bytes: int) -> float:
-        """How much less another schedule exceeds a budget, all its moments taken together, for what it adds to time."""
-        relief = _excess_bytes(offer.simulation, budget_bytes) - _excess_bytes(other.simulation, budget_bytes)
-        return relief / max(CHEAP * self.forward_ticks, other.extra_ticks - offer.extra_ticks)
-
-    def _forgetting(self, offer: J, moment: int) -> list[Move]:
-        """Ways to forget something large that is alive at a moment and not read there."""
-        return self._aimed_moves(offer, self.touches(offer.schedule), moment, SMALLEST_FORGOTTEN * offer.peak_bytes)
 
     @property
     def is_small(self) -> bool:
@@ -285,74 +144,10 @@ class Improver(Generic[J]):
         if offer.peak_bytes <= budget_bytes:
             return ticks
         # Where several moments exceed the budget, bringing down one of them is progress, too.
-        excess = _excess_bytes(offer.simulation, budget_bytes)
+        excess = excess_bytes(offer.simulation, budget_bytes)
         return ticks + self.excess_price * (offer.peak_bytes - budget_bytes + EXCESS_SHARE * excess) / max(
             1, budget_bytes
         )
-
-    def _try(self, candidate: Candidate) -> J:
-        offer = self.judge(self.write(candidate))
-        self.nodes_left -= len(offer.simulation.order)
-        return offer
-
-    # ---------------------------------------------------------------------------------------------- candidates
-
-    def write(self, candidate: Candidate) -> Schedule:
-        """Turn a candidate into a schedule."""
-        bases = self.problem.bases
-        saved: list[int] = []
-        forgotten: dict[int, list[int]] = {}
-        early: dict[int, list[int]] = {}
-        for what, v, stage in candidate:
-            if what is What.SAVED:
-                saved.append(bases[v])
-            elif what is What.DROPPED:
-                forgotten.setdefault(stage, []).extend(self.members[v])
-            else:
-                early.setdefault(stage, []).append(bases[v])
-        writer = self.scheduler.writer(saved)
-        for stage, root in enumerate(self.roots):
-            for i in sorted(early.get(stage, ())):
-                writer.run(i)
-            writer.run(root)
-            if stage in forgotten:
-                writer.drop(forgotten[stage])
-        return writer.finish()
-
-    def read(self, schedule: Schedule) -> Candidate:
-        """Say what a schedule does in terms of values and stages."""
-        value_of = self.problem.value_of
-        facts = {Fact(What.SAVED, value_of[i]) for i in schedule.received if i in value_of}
-        for v, touches in self.touches(schedule).items():
-            for touch, after in itertools.pairwise(touches):
-                if touch.stage == after.stage:
-                    continue
-                if after.is_run:
-                    facts.add(Fact(What.DROPPED, v, touch.stage))
-                elif touch.is_run and touch.stage >= 0:
-                    facts.add(Fact(What.EARLY, v, touch.stage))
-        return frozenset(facts)
-
-    def touches(self, schedule: Schedule) -> dict[int, list[Touch]]:
-        """Per value, when it is computed and read, in order."""
-        value_of, bases, inputs = self.problem.value_of, self.problem.bases, self.problem.graph.inputs
-        found: dict[int, list[Touch]] = {value_of[i]: [Touch(-1, True)] for i in schedule.received if i in value_of}
-        own = set(self.roots)
-        stage = 0
-        for i in schedule.events:
-            for j in inputs[i]:
-                if j in value_of:
-                    found.setdefault(value_of[j], []).append(Touch(stage, False))
-            if i in value_of and bases[value_of[i]] == i:
-                found.setdefault(value_of[i], []).append(Touch(stage, True))
-            stage += i in own
-        return found
-
-    def _may_save(self, v: int) -> bool:
-        return self.problem.constraint(v).no_save is None
-
-    def _may_drop(self, v: int) -> bool:
-        return self.problem.constraint(v).no_recompute is None
 
     # ---------------------------------------------------------------------------------------------- fill
 
@@ -476,42 +271,8 @@ class Improver(Generic[J]):
 
     def _aimed_move(self, offer: J, touches: dict[int, list[Touch]], rng: random.Random) -> Move | None:
         """Forget something that is alive at the peak and is not read there."""
-        moves = self._aimed_moves(offer, touches, offer.simulation.peak_moment)
+        moves = self.aimed_moves(offer, touches, offer.simulation.peak_moment)
         return moves[int(rng.random() * len(moves))] if moves else None
-
-    def _aimed_moves(
-        self, offer: J, touches: dict[int, list[Touch]], moment: int, least_bytes: float = 0.0
-    ) -> list[Move]:
-        """All ways to forget something that is alive at a moment and is not read there."""
-        simulation, own = offer.simulation, set(self.roots)
-        events = simulation.order[simulation.num_forward : moment]
-        stage = -1 if moment < simulation.num_forward else sum(i in own for i in events)
-        moves = []
-        for memory in simulation.alive_at(moment):
-            v = self.problem.value_of.get(memory.node)
-            if v is None or not self._may_drop(v) or memory.num_bytes < least_bytes:
-                continue
-            before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
-            if before is None:
-                continue
-            if before < 0:
-                moves.append(Move(removed=frozenset({Fact(What.SAVED, v)})))
-            else:
-                moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before)})))
-                deep = (Fact(What.DROPPED, u, before) for u in self._ancestors(v))
-                moves.append(Move(added=frozenset(fact for fact in deep if self._may_drop(fact.value))))
-        return moves
-
-    def _ancestors(self, v: int) -> set[int]:
-        """A value and all that it is computed from."""
-        found: set[int] = set()
-        stack = [v]
-        while stack:
-            u = stack.pop()
-            if u not in found:
-                found.add(u)
-                stack.extend(self.problem.inputs[u])
-        return found
 
     def _early(self, candidate: Candidate, v: int, touches: dict[int, list[Touch]]) -> list[Move]:
         """Compute a value where something it is computed from is at hand, or do not do so any more."""
@@ -522,24 +283,3 @@ class Improver(Generic[J]):
         for run in runs:
             moves += [Move(added=frozenset({Fact(What.EARLY, v, stage)})) for stage in sorted(hands) if stage < run]
         return moves
-
-
-def _by_peak(offer: Judged) -> tuple[int, int]:
-    return offer.peak_bytes, offer.extra_ticks
-
-
-def _highest_moments(simulation: Simulation, budget_bytes: int) -> list[int]:
-    """Some moments that exceed a budget, the highest first, none close to another."""
-    live = simulation.live_bytes
-    found: list[int] = []
-    for moment in sorted((m for m, num in enumerate(live) if num > budget_bytes), key=lambda m: -live[m]):
-        if all(abs(moment - other) > APART for other in found):
-            found.append(moment)
-            if len(found) == HIGHEST_MOMENTS:
-                break
-    return found
-
-
-def _excess_bytes(simulation: Simulation, budget_bytes: int) -> int:
-    """By how much the moments of a step exceed a budget, added up."""
-    return sum(live - budget_bytes for live in simulation.live_bytes if live > budget_bytes)

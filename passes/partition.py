@@ -13,9 +13,10 @@ from .constraints import find_constraints
 from .cost import CostModel, price
 from .extract import extract
 from .flow import FlowProblem
-from .fusion import repeat_exponentials, write_once
+from .fusion import keep_products_early, repeat_exponentials, write_once
 from .joint_graph import JointGraph
 from .kernels import Held, held_between
+from .masks import keep_as_bytes
 from .offload import offload_values
 from .plan import Plan
 from .ports import close_ports, open_ports
@@ -115,6 +116,8 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
     extracted = extract(graph, constraints, chosen.schedule, simulation.overwritten, realized)
     verify_extracted(graph, extracted)
     offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
+    if prepared.storages.groups_loops:
+        keep_as_bytes(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
     close_ports(extracted.forward, extracted.backward)
     verify_memory(extracted.forward.graph)
     verify_memory(extracted.backward.graph)
@@ -122,6 +125,7 @@ def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
         return Partitioned(extracted.forward, extracted.backward, chosen.plan, Held())
     write_once(extracted.forward.graph)
     write_once(extracted.backward.graph)
+    keep_products_early(extracted.backward.graph)
     if prepared.storages.groups_loops:
         repeat_exponentials(extracted.backward.graph)
     names = [node.name for node in extracted.backward.graph.find_nodes(op="placeholder")]

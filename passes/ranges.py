@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budget import Budget, Offer, Planner, extra_ticks
+from .budget import Budget
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .cost import CostModel, price
 from .ends import EndPlanner
 from .expressions import NotExpressible, write
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
+from .planner import Offer, Planner, extra_ticks
 from .schedule import Schedule
 from .shares import Shares
 from .simulate import Memory, Simulation

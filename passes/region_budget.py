@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from .budget import Budget, Offer, Planner, explain_minimum, kept_by_policy, mib
+from .budget import Budget, explain_minimum, kept_by_policy, mib
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .plan import RegionShare
+from .planner import Offer, Planner
 from .schedule import Schedule
 from .share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from .shares import Limits, Shares

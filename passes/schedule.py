@@ -54,6 +54,7 @@ class Scheduler:
         self.own_backward = frozenset(graph.backward_order)
         self.random = frozenset(i for i in range(len(graph.nodes)) if _is_random(graph, i))
         self.ranks = _ranks(graph)
+        self.shallow_first = _shallow_first(graph)
         self.own_forward = self._in_order(_own_forward(graph))
         """What forward runs whatever backward receives."""
 
@@ -87,7 +88,7 @@ class Scheduler:
 
 
 class ScheduleWriter:
-    """Writes backward's order node by node; what a node lacks is recomputed just before it."""
+    """Writes backward's order node by node; what a node lacks is recomputed just before it, the longest part first."""
 
     def __init__(self, scheduler: Scheduler, saved: Iterable[int]) -> None:
         self.scheduler, self.graph = scheduler, scheduler.graph
@@ -101,7 +102,7 @@ class ScheduleWriter:
     def run(self, root: int) -> None:
         """Make a value available, recomputing what it is computed from as needed."""
         stack = [root]
-        inputs, available = self.graph.inputs, self.available
+        inputs, available, shallow_first = self.graph.inputs, self.available, self.scheduler.shallow_first
         while stack:
             i = stack[-1]
             if i in available:
@@ -110,7 +111,7 @@ class ScheduleWriter:
                 stack.pop()
                 self._write(i)
             else:
-                stack += [j for j in reversed(inputs[i]) if j not in available]
+                stack += [j for j in shallow_first[i] if j not in available]
         if root in self.from_forward and self.graph.roles[root] in FORWARD_SIDE:
             self.received.add(root)
 
@@ -178,3 +179,17 @@ def _ranks(graph: JointGraph) -> list[tuple[int, int]]:
         computed = [anchors[j] for j in graph.inputs[i] if graph.nodes[j].op != "placeholder"] if moves else []
         anchors.append(max(computed, default=i))
     return [(anchor, i) for i, anchor in enumerate(anchors)]
+
+
+def _shallow_first(graph: JointGraph) -> list[tuple[int, ...]]:
+    """Per node its inputs, those that take the most steps to compute last, since what is last is recomputed first.
+
+    The others are then computed shortly before they are read: a mask that needs nothing but a seed does not wait while
+    all that it will mask is recomputed.
+    """
+    depths: list[int] = []
+    found = []
+    for inputs in graph.inputs:
+        depths.append(1 + max((depths[j] for j in inputs), default=-1))
+        found.append(tuple(sorted(inputs, key=depths.__getitem__, reverse=True)[::-1]))
+    return found

@@ -14,10 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .budget import Offer, Planner, extra_ticks
 from .flow import FlowProblem
-from .improve import NODES_SIMULATED, Candidate, Improver, Move, Touch
+from .improve import NODES_SIMULATED, Improver
+from .planner import Offer, Planner, extra_ticks
 from .schedule import Schedule, Scheduler
+from .search import Candidate, Move, Touch
 from .shares import Limits, SharePeak
 from .simulate import Simulator
 from .storage import Storages

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
-from .budget import Planner, extra_ticks
 from .choose import Chosen
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .plan import SymbolRange
 from .plan_times import find_prices, with_times
+from .planner import Planner, extra_ticks
 from .polynomials import Line, NotPolynomial
 from .prices import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts

@@ -23,7 +23,7 @@ from .capture import Captured, Split, capture
 from .chart import Mark, Series, chart
 from .options import Options
 from .partition_fn import Partitioner
-from .passes.budget import Budget, Offer, Planner
+from .passes.budget import Budget
 from .passes.choose import Picked, write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
@@ -31,6 +31,7 @@ from .passes.files import parsed_file
 from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare, mebibytes
+from .passes.planner import Offer, Planner
 from .passes.region_budget import Found, choose_within_shares
 from .passes.shares import Shares
 from .passes.storage import Storages

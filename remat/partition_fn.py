@@ -62,7 +62,7 @@ class Partitioner(CustomPartitionerFn):
         self.num_planned = 0
         """Joint graphs that came by; none if all of a compilation was found in a cache."""
         cost_model = cost_model_of(options, job)
-        self.plan_key = _plan_key(options, cost_model, overwrites)
+        self.plan_key = _plan_key(options, cost_model, overwrites, keeps_order)
         self.request = Request(
             cost_model=cost_model,
             budget=options.budget,
@@ -236,10 +236,10 @@ def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
     return models[options.cost_model](machines, options.fuses)
 
 
-def _plan_key(options: Options, cost_model: CostModel, overwrites: bool) -> str:
-    """Everything a plan depends on beside its graph."""
+def _plan_key(options: Options, cost_model: CostModel, *runs: bool) -> str:
+    """Everything a plan depends on beside its graph; `runs` says how its graphs will be run."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.take_minimum} {options.fuses} {overwrites} {options.unbacked_hint} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {options.fuses} {runs} {options.unbacked_hint} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch.fx as fx
 from remat.passes.backward_order import roots
-from remat.passes.budget import extra_ticks
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
+from remat.passes.planner import extra_ticks
 from remat.passes.schedule import Schedule, Scheduler, schedule_backward
 from remat.passes.simulate import Simulation, simulate
 from remat.passes.storage import Storages

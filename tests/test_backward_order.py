@@ -6,13 +6,16 @@ import torch
 import torch.nn.functional as F
 from joints import Joint, capture, named
 from remat.passes.backward_order import roots
-from remat.passes.budget import Planner
 from remat.passes.cost import Flops, price
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import JointGraph, Role
+from remat.passes.planner import Planner
+from remat.passes.schedule import Scheduler
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
 from torch import nn
+
+ATEN = torch.ops.aten
 
 
 def mlp(width: int = 64) -> tuple[nn.Module, torch.Tensor]:
@@ -72,3 +75,46 @@ def test_sum_that_alone_reads_a_value_runs_right_after_it() -> None:
     before = order[order.index(total) - 1]
     assert graph.roles[total] is Role.BACKWARD
     assert before in graph.inputs[total]
+
+
+def test_order_is_left_alone_if_backward_writes_in_place() -> None:
+    """Who reads before and who after the write is said by nothing but the order."""
+    joint = captured()
+    plain = joint.classify()
+    assert list(roots(plain)) != list(plain.backward_order)
+    product = next(plain.nodes[i] for i in plain.backward_order if is_product(plain, i))
+    with joint.module.graph.inserting_after(product):
+        write = joint.module.graph.call_function(ATEN.mul_.Tensor, (product, 2.0))
+    write.meta = dict(product.meta)
+    for reader in [user for user in product.users if user is not write]:
+        reader.replace_input_with(product, write)
+    graph = joint.classify()
+    assert any(op.is_mutating for i in graph.backward_order if (op := graph.facts[i]) is not None)
+    assert list(roots(graph)) == list(graph.backward_order)
+
+
+def test_what_needs_little_is_recomputed_shortly_before_its_reader() -> None:
+    """A mask, which needs nothing but a seed, is not drawn before all that it masks is recomputed."""
+    weights = [nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
+    x, mask = torch.randn(8, 16), torch.rand(16)
+
+    def masked() -> torch.Tensor:
+        h = x
+        for weight in weights:
+            h = (mask > 0.5) * (h @ weight).sin()
+        return h.square().sum()
+
+    joint = capture(masked)
+    graph, constraints = joint.constraints()
+    scheduler = Scheduler(graph, constraints)
+    last = [
+        i for i, role in enumerate(graph.roles) if role is Role.FORWARD and graph.nodes[i].target is ATEN.mul.Tensor
+    ]
+    writer = scheduler.writer([])
+    writer.run(last[-1])
+    kinds = [str(graph.nodes[i].target) for i in writer.events]
+    products = [k for k, kind in enumerate(kinds) if kind == "aten.mm.default"]
+    masks = [k for k, kind in enumerate(kinds) if kind == "aten.gt.Scalar"]
+    assert len(products) == 3
+    assert products[0] < masks[0]
+    assert all(products[k] < masks[k] for k in range(len(masks)))

@@ -12,11 +12,12 @@ import torch
 import zoo
 from joints import capture
 from measure import activation_peak
-from remat.passes.budget import Budget, Planner
+from remat.passes.budget import Budget
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
 from remat.passes.errors import OptionError
 from remat.passes.flow import FlowProblem
+from remat.passes.planner import Planner
 from remat.passes.storage import find_storages
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed

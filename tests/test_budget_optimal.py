@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import milp
 import pytest
 from instances import Instance, instance
-from remat.passes.budget import Offer, Planner, extra_ticks
 from remat.passes.joint_graph import Role
+from remat.passes.planner import Offer, Planner, extra_ticks
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 
@@ -119,7 +119,7 @@ def test_lowest_plan_is_the_lowest_there_is() -> None:
 
 PLAN_IN_ANOTHER_PROCESS = """
 from instances import instance
-from remat.passes.budget import Planner
+from remat.passes.planner import Planner
 from remat.passes.storage import find_storages
 case = instance(8)
 planner = Planner(case.problem, find_storages(case.graph, fuses=False))

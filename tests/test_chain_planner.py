@@ -10,10 +10,10 @@ import torch.fx as fx
 from instances import Program, instance
 from remat.passes.backward_order import roots
 from remat.passes.blocks import find_blocks
-from remat.passes.budget import Planner
 from remat.passes.chain_planner import NO_TIME, ChainProgramme
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
+from remat.passes.planner import Planner
 from remat.passes.schedule import Scheduler, schedule_backward
 from remat.passes.simulate import Simulator, simulate
 from remat.passes.storage import find_storages

@@ -13,15 +13,15 @@ import torch._functorch.config
 import torch._inductor.config
 from joints import capture
 from remat.passes import blocks, partition
-from remat.passes.budget import Planner
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
-from remat.passes.improve import Improver
 from remat.passes.inductor_kernels import describe_kernels
 from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.planner import Planner
 from remat.passes.simulate import Simulation
+from remat.passes.squeeze import Squeezer
 from remat.passes.storage import find_storages
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
 from torch import nn
@@ -126,7 +126,7 @@ class Residual(nn.Module):
 def test_constant_that_all_layers_read_does_not_make_them_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = Residual(12, 64), torch.randn(512, 64), torch.randint(64, (512,))
 
-    monkeypatch.setattr(Improver, "squeeze_out", lambda _, lowest: lowest)  # it would get there in another way
+    monkeypatch.setattr(Squeezer, "squeeze_out", lambda _, lowest: lowest)  # it would get there in another way
 
     def lowest() -> int:
         report = remat.explain(model, x, y, inner="inductor", memory_budget=1024, on_infeasible="minimum")

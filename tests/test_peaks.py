@@ -11,12 +11,12 @@ import torch.fx as fx
 from dynamic_programs import PROGRAMS, WIDTH, Net, batch, data_dependence_captured, unmarked
 from instances import SHAPES, Program
 from joints import capture
-from remat.passes.budget import Planner
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Roofline, price
 from remat.passes.expressions import evaluate
 from remat.passes.flow import FlowProblem
 from remat.passes.peaks import peak_terms
+from remat.passes.planner import Planner
 from remat.passes.schedule import Schedule, schedule_backward
 from remat.passes.simulate import simulate
 from remat.passes.storage import find_storages

@@ -18,7 +18,7 @@ from dynamic_programs import PROGRAMS, batch, train, unmarked
 from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
 from joints import Joint, capture
 from remat.passes import flow
-from remat.passes.budget import Budget, Planner
+from remat.passes.budget import Budget
 from remat.passes.chain_planner import Chain
 from remat.passes.choose import Chosen
 from remat.passes.cost import Likes, Machine, Roofline
@@ -26,6 +26,7 @@ from remat.passes.expressions import is_true, rounded
 from remat.passes.improve import Improver
 from remat.passes.ladder import NUM_CUTS
 from remat.passes.partition import Prepared, Request, choose, prepare
+from remat.passes.planner import Planner
 from remat.passes.ranges import at_sizes
 from remat.passes.simulate import Simulator
 from torch import nn

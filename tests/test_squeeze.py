@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joints import capture
-from remat.passes.budget import Offer, Planner
 from remat.passes.cost import Flops, price
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
+from remat.passes.planner import Offer, Planner
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
 from remat.passes.verify import verify_schedule
@@ -49,7 +49,7 @@ def check(planner: Planner, offer: Offer) -> None:
 def test_squeezing_the_fastest_plan_fits_a_budget_that_it_exceeds(planner: Planner) -> None:
     start = planner.fastest
     budget_bytes = int(0.7 * start.peak_bytes)
-    squeezed = planner.improver.squeeze(start, budget_bytes)
+    squeezed = planner.squeezer.squeeze(start, budget_bytes)
     check(planner, squeezed)
     assert squeezed.peak_bytes <= budget_bytes
     assert squeezed.extra_ticks >= start.extra_ticks
@@ -57,25 +57,25 @@ def test_squeezing_the_fastest_plan_fits_a_budget_that_it_exceeds(planner: Plann
 
 def test_squeeze_stops_as_soon_as_the_budget_is_met(planner: Planner) -> None:
     start = planner.fastest
-    little = planner.improver.squeeze(start, int(0.9 * start.peak_bytes))
-    much = planner.improver.squeeze(start, int(0.6 * start.peak_bytes))
+    little = planner.squeezer.squeeze(start, int(0.9 * start.peak_bytes))
+    much = planner.squeezer.squeeze(start, int(0.6 * start.peak_bytes))
     assert much.peak_bytes < little.peak_bytes <= 0.9 * start.peak_bytes
     assert little.extra_ticks < much.extra_ticks
 
 
 def test_squeeze_of_what_fits_is_the_same_plan(planner: Planner) -> None:
-    assert planner.improver.squeeze(planner.fastest, planner.fastest.peak_bytes) is planner.fastest
+    assert planner.squeezer.squeeze(planner.fastest, planner.fastest.peak_bytes) is planner.fastest
 
 
 def test_hopeless_budget_gives_the_lowest_plan_seen(planner: Planner) -> None:
-    squeezed = planner.improver.squeeze(planner.fastest, 1)
+    squeezed = planner.squeezer.squeeze(planner.fastest, 1)
     check(planner, squeezed)
     assert squeezed.peak_bytes < planner.fastest.peak_bytes
 
 
 def test_squeezing_out_never_raises_the_peak_and_is_repeatable(planner: Planner) -> None:
     start = planner.dearer_cuts[-1]
-    first, second = planner.improver.squeeze_out(start), planner.improver.squeeze_out(start)
+    first, second = planner.squeezer.squeeze_out(start), planner.squeezer.squeeze_out(start)
     check(planner, first)
     assert first.peak_bytes < start.peak_bytes
     assert first.schedule.events == second.schedule.events
@@ -84,4 +84,4 @@ def test_squeezing_out_never_raises_the_peak_and_is_repeatable(planner: Planner)
 def test_lowest_plan_is_one_that_cannot_be_squeezed_further(planner: Planner) -> None:
     assert not has_few_tries(planner.low.simulation)
     assert planner.lowest.peak_bytes <= planner.low.peak_bytes
-    assert planner.improver.squeeze_out(planner.lowest).peak_bytes == planner.lowest.peak_bytes
+    assert planner.squeezer.squeeze_out(planner.lowest).peak_bytes == planner.lowest.peak_bytes
