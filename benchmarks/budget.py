@@ -8,6 +8,7 @@ fractions of the peak without recomputation, and for the lowest peak it finds; t
 torch.utils.checkpoint, in eager and compiled by the same compiler, and torch.compile with its own
 activation_memory_budget (with inductor). remat is then given each peer's measured peak as its budget. All steps are
 timed in turns, by processor time: other processes disturb it less, and with one thread it is the time of the step.
+Cells with the same plan run the same program, so that their times are put together.
 Gradients of every cell are compared with those of the same compiler without remat: bit for bit with aot_eager, up to
 rounding with inductor.
 
@@ -113,7 +114,9 @@ class Bench:
         self.params = list(self.built.model.parameters())
         self.max_difference = MAX_RELATIVE_DIFFERENCE[self.params[0].dtype]
         self.cells: list[Cell] = []
-        self.steps: dict[tuple[str, str], tuple[Step, list[torch.nn.Parameter]]] = {}
+        self.steps: dict[str, tuple[Step, list[torch.nn.Parameter]]] = {}
+        self.programs: dict[str, object] = {}
+        """What tells whether two cells of remat run the same."""
         self.gradient_bytes = 0
         self.say(f"compiling with {inner}, without remat")
         self.reference = self._gradients(self._compile(backend=inner), self.params)
@@ -161,20 +164,28 @@ class Bench:
             "planner": plan.planner,
         })  # fmt: skip
         self.cells[-1] = cell
+        self.programs[cell.name] = (plan.order, plan.decisions)
         return cell
 
     def time(self, rounds: int, threads: int) -> None:
-        """Time all steps in turns and fill in the ratios."""
-        steps = {f"{side} {label}": _training_step(*step) for (side, label), step in self.steps.items()}
+        """Time all steps in turns and fill in the ratios; those of cells that run the same are put together."""
+        steps = {name: _training_step(*step) for name, step in self.steps.items()}
         said = lambda number: self.say(f"timing, round {number} of {rounds}")  # noqa: E731
         times = interleaved_times(steps, rounds, threads=threads, on_round=said)
         baseline = f"remat {NO_BUDGET}"
         for number, cell in enumerate(self.cells):
-            name = f"{cell.side} {cell.label}"
-            if name not in steps or baseline not in steps:
+            if cell.name not in steps or baseline not in steps:
                 continue
-            rival_ratio = times.cpu_median_of_ratios(name, cell.rival) if cell.rival else None
-            self.cells[number] = with_times(cell, times.cpu_median_of_ratios(name, baseline), rival_ratio)
+            names = self._same_as(cell.name)
+            rival_ratio = times.cpu_median_of_all(names, [cell.rival]) if cell.rival else None
+            ratio = times.cpu_median_of_all(names, self._same_as(baseline))
+            self.cells[number] = with_times(cell, ratio, rival_ratio)
+
+    def _same_as(self, name: str) -> list[str]:
+        """All cells that run what one of them does: equal plans differ by some per cent in time, by chance."""
+        if name not in self.programs:
+            return [name]
+        return [other for other, program in self.programs.items() if program == self.programs[name]]
 
     def _compile(self, **kwargs: Any) -> Step:
         """Compile the whole step into one graph that returns nothing but the loss."""
@@ -197,7 +208,7 @@ class Bench:
             cell = Cell(**{**asdict(cell), "error": _one_line(error)})
         else:
             self.gradient_bytes = peak.gradient_bytes
-            self.steps[cell.side, cell.label] = step, params
+            self.steps[cell.name] = step, params
             measured = {"measured_bytes": peak.activation_bytes, "compile_seconds": compile_seconds}
             cell = Cell(**{**asdict(cell), **measured, **self._compare(cell, gradients)})
         self.cells.append(cell)

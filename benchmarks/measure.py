@@ -12,7 +12,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,12 @@ class Timings:
 
     def cpu_median_of_ratios(self, name: str, base: str) -> float:
         """Do the same with processor time, which other processes disturb less."""
-        return _median_ratio(self.cpu[name], self.cpu[base])
+        return self.cpu_median_of_all([name], [base])
+
+    def cpu_median_of_all(self, names: Iterable[str], bases: Sequence[str]) -> float:
+        """Do the same where several steps are one program, compiled several times."""
+        pairs = [(self.cpu[name], self.cpu[base]) for name in names for base in bases]
+        return statistics.median(a / b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
 
 
 # --- time -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ peaks are the same, and what is computed is, too.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.fx as fx
 
 from .fusion import is_inlined, readers_of
 from .joint_graph import PARTITIONER_TAG
+from .op_facts import facts_of
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _NUMBER = torch.float32
@@ -45,8 +47,17 @@ def _stays_in_loops(mask: fx.Node, received: fx.Node) -> bool:
     value = mask.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.device.type != "cpu":
         return False
-    readers = [*readers_of(mask), *readers_of(received)]
-    return is_inlined(mask) and all(is_loop or reader.op == "output" for reader, _, is_loop in readers)
+    if not is_inlined(mask) or not received.users or _is_memory_anyway(mask):
+        return False
+    # A view that is returned needs the mask as it is; what is returned itself is the copy for backward.
+    readers = ((reader.op == "output" and not is_view) or is_loop for reader, is_view, is_loop in readers_of(mask))
+    return all(readers) and all(is_loop for _, _, is_loop in readers_of(received))
+
+
+def _is_memory_anyway(mask: fx.Node) -> bool:
+    """True for what a compiler does not compute in its readers' loops although it makes loops of it."""
+    facts = facts_of(mask.target)
+    return facts.is_scatter or facts.is_concatenation or mask.target is operator.getitem
 
 
 def _to_byte(graph: fx.Graph, mask: fx.Node) -> fx.Node:

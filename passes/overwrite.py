@@ -35,6 +35,7 @@ _POINTWISE: dict[Any, Any] = {
     _aten.add.Tensor: _aten.add.out,
     _aten.sub.Tensor: _aten.sub.out,
     _aten.mul.Tensor: _aten.mul.out,
+    _aten.mul.Scalar: _aten.mul.out,  # mul_.Scalar rounds the number to half precision first
     _aten.div.Tensor: _aten.div.out,
     _aten.pow.Tensor_Scalar: _aten.pow.Tensor_Scalar_out,
     _aten.maximum.default: _aten.maximum.out,
@@ -65,7 +66,6 @@ Only those whose second form has a kernel of its own: others compute the result 
 
 _FIRST_INPUT: dict[Any, Any] = {
     _aten.relu.default: _aten.relu_.default,
-    _aten.mul.Scalar: _aten.mul_.Scalar,
     _aten.add.Scalar: _aten.add_.Scalar,
     _aten.sub.Scalar: _aten.sub_.Scalar,
     _aten.div.Scalar: _aten.div_.Scalar,
@@ -107,11 +107,12 @@ def _has_rows(node: fx.Node, result: torch.Tensor) -> bool:
         and result.dim() > 0
         and dim in (-1, result.dim() - 1)
         and all(_is_alike(value, result) for a in node.all_input_nodes if (value := tensor_of(a)) is not None)
-        and _is_row_major(result)
+        and is_row_major(result)
     )
 
 
-def _is_row_major(value: torch.Tensor) -> bool:
+def is_row_major(value: torch.Tensor) -> bool:
+    """True for a tensor whose elements lie in memory in order and without gaps."""
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if not statically_equal(stride, expected):

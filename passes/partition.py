@@ -11,6 +11,7 @@ from .budget import Budget
 from .choose import Chosen, choose_plan
 from .constraints import find_constraints
 from .cost import CostModel, price
+from .dropout import take_dropout_apart
 from .extract import extract
 from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
@@ -82,6 +83,8 @@ def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) 
 
 def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Prepared:
     """Find out what a joint graph computes, what may be done with it, and what that costs."""
+    if not request.fuses:
+        take_dropout_apart(joint)
     open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)

@@ -48,6 +48,13 @@ CLOSE = 0.99
 FEW_CUTS = 8
 """How many cuts are made for a block, or for a stage of backward, if a graph is large."""
 
+NEAR, NEAR_MISSES = 1.15, 2
+"""By what factor plans may exceed a budget to be squeezed into it, and how many are: equal layers change sides of a cut
+together, and a cut that needs 1 % too much may be a fifth faster than the next one that fits."""
+
+FEW_MOVES = 8
+"""How many values a squeeze into a budget looks at before it forgets one of them."""
+
 HEADROOM = 1.25
 """How much more than the budget the chain planner may believe to have: it counts some memory that is free already."""
 
@@ -186,6 +193,7 @@ class Planner:
         offers = list(self._offers(budget_bytes))
         if not self.is_large:
             offers += self._cuts_at_the_peak(offers, budget_bytes)
+            offers += self._squeezed(offers, budget_bytes)
             return offers + self.improver.within(offers, budget_bytes)
         if any(o.planner == "cut" and o.peak_bytes <= HEADROOM * budget_bytes for o in offers):
             offers += self._cuts_at_the_peak(offers, budget_bytes)
@@ -240,6 +248,20 @@ class Planner:
                 return k
             lowest = min(lowest, offer.peak_bytes)
         return len(rungs) - 1
+
+    def _squeezed(self, offers: Sequence[Offer], budget_bytes: int) -> list[Offer]:
+        """Squeeze the best of those that hardly exceed a budget and are faster than all that fit."""
+        if self.improver.is_small or self.storages.sizes.symbols:
+            return []  # the search has time to do so, or there are many budgets to plan for
+        fastest = min((o.extra_ticks for o in offers if o.peak_bytes <= budget_bytes), default=math.inf)
+        near = {
+            (o.peak_bytes, o.extra_ticks): o
+            for o in offers
+            if budget_bytes < o.peak_bytes <= NEAR * budget_bytes and o.extra_ticks < fastest
+        }
+        forward_ticks = self.improver.forward_ticks
+        ranked = sorted(near, key=lambda found: found[0] / budget_bytes + found[1] / forward_ticks)
+        return [self.squeezer.squeeze(near[found], budget_bytes, FEW_MOVES) for found in ranked[:NEAR_MISSES]]
 
     def _between(self, more: Sequence[int], less: Sequence[int], budget_bytes: int) -> Iterator[Offer]:
         places = sorted({*more, *less})

@@ -52,6 +52,8 @@ class Scheduler:
         )
         self.tangents = frozenset(i for i, role in enumerate(graph.roles) if role is Role.BACKWARD_INPUT)
         self.own_backward = frozenset(graph.backward_order)
+        self.returned = frozenset(i for i in _backward_results(graph) if graph.roles[i] in FORWARD_SIDE)
+        """Gradients that are forward values themselves."""
         self.random = frozenset(i for i in range(len(graph.nodes)) if _is_random(graph, i))
         self.ranks = _ranks(graph)
         self.shallow_first = _shallow_first(graph)
@@ -112,7 +114,8 @@ class ScheduleWriter:
                 self._write(i)
             else:
                 stack += [j for j in shallow_first[i] if j not in available]
-        if root in self.from_forward and self.graph.roles[root] in FORWARD_SIDE:
+        # What is made ready for a reader that does not come after all need not be handed over.
+        if root in self.from_forward and root in self.scheduler.returned:
             self.received.add(root)
 
     def run_again(self, i: int) -> None:
@@ -160,6 +163,10 @@ def _is_random(graph: JointGraph, i: int) -> bool:
     return draws and preserves_rng_state(graph.nodes[i])
 
 
+def _backward_results(graph: JointGraph) -> list[int]:
+    return [graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)]
+
+
 def _own_forward(graph: JointGraph) -> set[int]:
     """What computes forward's results, and the constants that it reads."""
     own = {i for i, role in enumerate(graph.roles) if role is Role.FORWARD}
@@ -191,5 +198,5 @@ def _shallow_first(graph: JointGraph) -> list[tuple[int, ...]]:
     found = []
     for inputs in graph.inputs:
         depths.append(1 + max((depths[j] for j in inputs), default=-1))
-        found.append(tuple(sorted(inputs, key=depths.__getitem__, reverse=True)[::-1]))
+        found.append(tuple(sorted(inputs, key=lambda j: depths[j])))
     return found

@@ -1,4 +1,4 @@
-"""Squeeze a schedule: where nothing fits, forget what is alive at the highest moments and not read there.
+"""Squeeze a schedule that exceeds a budget: forget what is alive at the highest moments and not read there.
 
 What is forgotten first is what frees most for the time that it takes to compute it again. The effort is bounded by the
 number of nodes simulated, so that equal graphs give equal plans.
@@ -10,7 +10,7 @@ from .search import J, Move, Search, by_peak, excess_bytes
 from .simulate import Simulation
 
 NODES_SQUEEZED = 250_000
-"""The effort for squeezing one plan: more than for a budget, since it is made only where nothing else fits."""
+"""The effort for squeezing one plan: more than for a search within a budget, since most plans need no squeezing."""
 
 HIGHEST_MOMENTS, APART = 6, 10
 """How many of the highest moments a squeeze looks at before it gives up, and how far apart they are."""
@@ -40,16 +40,20 @@ class Squeezer(Search[J]):
                 parts.pop(0)
         return lowest
 
-    def squeeze(self, offer: J, budget_bytes: int) -> J:
-        """Lower the peak towards a budget by forgetting what is not read at the highest moments; best first."""
-        self.nodes_left = NODES_SQUEEZED
-        return self._squeeze(offer, budget_bytes)
+    def squeeze(self, offer: J, budget_bytes: int, most_moves: int | None = None) -> J:
+        """Lower the peak towards a budget by forgetting what is not read at the highest moments; best first.
 
-    def _squeeze(self, offer: J, budget_bytes: int) -> J:
+        With `most_moves` only so many are tried at a time, those first that free most for the time of one op.
+        """
+        self.nodes_left = NODES_SQUEEZED
+        return self._squeeze(offer, budget_bytes, most_moves)
+
+    def _squeeze(self, offer: J, budget_bytes: int, most_moves: int | None = None) -> J:
         candidate, lowest = self.read(offer.schedule), offer
         while offer.peak_bytes > budget_bytes and self.nodes_left > 0:
             for moment in _highest_moments(offer.simulation, budget_bytes):
-                changed = [move.apply(candidate) for move in self._forgetting(offer, moment)]
+                moves = sorted(self._forgetting(offer, moment), key=self._seconds_per_byte)[:most_moves]
+                changed = [move.apply(candidate) for move in moves]
                 judged = [
                     (self._relief(offer, tried := self._try(facts), budget_bytes), tried, facts) for facts in changed
                 ]
@@ -66,6 +70,12 @@ class Squeezer(Search[J]):
         """How much less another schedule exceeds a budget, all its moments taken together, for what it adds to time."""
         relief = excess_bytes(offer.simulation, budget_bytes) - excess_bytes(other.simulation, budget_bytes)
         return relief / max(CHEAP * self.forward_ticks, other.extra_ticks - offer.extra_ticks)
+
+    def _seconds_per_byte(self, move: Move) -> float:
+        """What it takes to compute again what a move forgets, if all that is read for it is at hand."""
+        values = {fact.value for fact in (*move.added, *move.removed)}
+        ticks = sum(self.problem.costs.run_ticks[self.problem.bases[v]] for v in values)
+        return ticks / max(1, *(self.problem.num_bytes(v) for v in values))
 
     def _forgetting(self, offer: J, moment: int) -> list[Move]:
         """Ways to forget something large that is alive at a moment and not read there."""

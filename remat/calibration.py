@@ -1,7 +1,7 @@
 """How fast this machine is: measured in a fraction of a second, rounded, remembered on disk.
 
-A plan depends on the balance of arithmetic and bandwidth, not on their exact values. Constants are rounded to powers of
-two so that noise does not change plans from run to run, and kept in a file so that all processes use the same ones.
+A plan depends on the balance of arithmetic and bandwidth. Constants are rounded to a few significant steps so that
+measuring again seldom changes a plan, and kept in a file so that all processes use the same ones.
 """
 
 from __future__ import annotations
@@ -57,12 +57,21 @@ def _machine(device: str, num_threads: int) -> Machine:
     return _read(path) or machine
 
 
+STEPS_PER_DOUBLING = 4
+"""How finely constants are told apart: steps of 19 %. With whole powers of two, products were a third too dear on one
+machine, and a Llama's plan for the peak of checkpointing recomputed a quarter too much."""
+
+LARGE, SMALL = 1024, 512
+"""Rows and columns of the matrices multiplied: an accelerator needs the larger ones to be busy, and of the smaller ones
+some run undisturbed on a machine that does other things, too."""
+
+
 def measure(device: str) -> Machine:
     """Time matrix products in single and half precision, and a copy that is too large for the caches."""
     like: Any = {"device": device, "dtype": torch.float32}
     with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
-        matrix = torch.full((1024, 1024), 0.5, **like)
-        small = torch.full((512, 512), 0.5, **like)
+        matrix = torch.full((LARGE, LARGE), 0.5, **like)
+        small = torch.full((SMALL, SMALL), 0.5, **like)
         half = small.to(torch.bfloat16)
         large, other = (torch.full((2**24,), 0.5, **like) for _ in range(2))
         product = _seconds(lambda: matrix @ matrix, device)
@@ -71,22 +80,25 @@ def measure(device: str) -> Machine:
         half_product = _seconds(lambda: half @ half.t(), device)
         copy = _seconds(lambda: other.copy_(large), device)
     return Machine(
-        flops_per_second=_power_of_two(2 * 1024**3 / product),
-        bytes_per_second=_power_of_two(2 * large.numel() * large.element_size() / copy),
-        half_speed=_power_of_two(small_product / half_product),
+        flops_per_second=_rounded(max(2 * LARGE**3 / product, 2 * SMALL**3 / small_product)),
+        bytes_per_second=_rounded(2 * large.numel() * large.element_size() / copy),
+        half_speed=_rounded(small_product / half_product),
     )
 
 
-def _seconds(run: Callable[[], object], device: str, repeats: int = 5) -> float:
+def _seconds(run: Callable[[], object], device: str, repeats: int = 15) -> float:
     """The best of a few runs."""
+    # What runs in this thread alone takes the time that the thread has, whatever else the machine does.
+    is_alone = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if is_alone else time.perf_counter
     run()
     times = []
     for _ in range(repeats):
         _synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         run()
         _synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
 
 
@@ -95,15 +107,16 @@ def _synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def _power_of_two(value: float) -> float:
-    return float(2.0 ** round(math.log2(value)))
+def _rounded(value: float) -> float:
+    return float(2.0 ** (round(STEPS_PER_DOUBLING * math.log2(value)) / STEPS_PER_DOUBLING))
 
 
 # -------------------------------------------------------------------------------------------------- the file
 
 
 def _cache_file(device: str, num_threads: int) -> Path:
-    about = f"{device} {_device_name(device)} {platform.node()} {os.cpu_count()} {num_threads} {torch.__version__}"
+    machine = f"{device} {_device_name(device)} {platform.node()} {os.cpu_count()} {num_threads}"
+    about = f"{STEPS_PER_DOUBLING} {machine} {torch.__version__}"
     return _cache_folder() / f"machine-{hashlib.sha256(about.encode()).hexdigest()[:12]}.json"
 
 

@@ -24,10 +24,16 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calibration._machine.cache_clear()
 
 
-def test_constants_are_powers_of_two() -> None:
+def test_constants_are_told_apart_in_steps() -> None:
     machine = calibration.measure("cpu")
     for value in dataclasses.astuple(machine):
-        assert math.log2(value) == round(math.log2(value))
+        steps = calibration.STEPS_PER_DOUBLING * math.log2(value)
+        assert steps == pytest.approx(round(steps), abs=1e-6)
+
+
+def test_small_disturbances_do_not_change_a_constant() -> None:
+    assert calibration._rounded(95e9) == calibration._rounded(100e9)
+    assert calibration._rounded(95e9) < calibration._rounded(120e9) < 1.5 * calibration._rounded(95e9)
 
 
 def test_second_process_reads_what_the_first_measured(monkeypatch: pytest.MonkeyPatch) -> None:

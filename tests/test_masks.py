@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.fx as fx
 from joints import capture
+from remat.passes import masks
 from remat.passes.cost import Roofline
 from remat.passes.partition import Partitioned, Request, partition
 from torch import nn
@@ -73,6 +74,28 @@ def test_mask_that_is_given_or_read_by_an_op_of_its_own_is_kept_as_it_is() -> No
         return torch.where(mask, x.mm(y).gather(0, order), 0.1 * y).mm(y).sum()
 
     assert torch.uint8 not in saved_dtypes(split(indexed, *inputs()))
+
+
+def test_mask_of_which_the_user_gets_a_view_is_kept_once_and_as_it_is() -> None:
+    def both(x: torch.Tensor, y: torch.Tensor) -> Any:
+        mask = x.sin().mm(y) > 0
+        return torch.where(mask, x.mm(y), 0.1 * y).mm(y).sum(), mask.view(-1)
+
+    assert torch.uint8 not in saved_dtypes(split(both, *inputs()), num_own=2)
+
+
+def test_masks_that_are_memory_anyway_are_told_from_those_that_loops_compute() -> None:
+    def several(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mask = x.mm(y) > 0
+        joined = torch.cat([mask, mask.sin() > 0])
+        written = joined.scatter(0, joined.argmax(0, keepdim=True), True)
+        return torch.where(written, torch.cat([x, y]), 0.0).sum()
+
+    module = capture(several, *inputs()).module
+    found = {str(n.target): masks._is_memory_anyway(n) for n in module.graph.nodes if n.op == "call_function"}
+    assert found["aten.cat.default"]
+    assert found["aten.scatter.value"]
+    assert not found["aten.gt.Scalar"]
 
 
 class Dropped(nn.Module):

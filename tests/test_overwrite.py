@@ -45,7 +45,7 @@ def arguments_of(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[A
             is_mask = argument.name in ("condition", "mask")
             values.append(next(made) > 0.5 if is_mask else next(made))
         elif argument.default_value is None and not argument.has_default_value():
-            values.append(0.5)
+            values.append(0.7)  # which no type holds exactly
     return tuple(values)
 
 
@@ -65,7 +65,7 @@ def graph_of(op: Any, args: tuple[Any, ...]) -> tuple[fx.Graph, list[fx.Node]]:
     return graph, [call, *(n for n in nodes if isinstance(n, fx.Node))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7,), (3, 5, 17), (64, 1000), (5, 2048)], ids=str)
 @pytest.mark.parametrize("op", list(overwrite._FORMS), ids=str)
 def test_result_over_an_input_has_the_same_bits(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -89,7 +89,11 @@ def test_result_over_an_input_has_the_same_bits(op: Any, shape: tuple[int, ...],
 def test_every_listed_form_takes_the_same_arguments_and_a_place() -> None:
     for op, form in overwrite._FORMS.items():
         given = [(a.name, str(a.type)) for a in form._schema.arguments if not a.is_out]
-        assert given == [(a.name, str(a.type)) for a in op._schema.arguments]
+        taken = [(a.name, str(a.type)) for a in op._schema.arguments]
+        # A number may be given where a tensor is taken.
+        assert [(name, type_) for name, type_ in given if (name, "number") not in taken or type_ != "Tensor"] == [
+            (name, type_) for name, type_ in taken if type_ != "number" or (name, "Tensor") not in given
+        ]
         assert form._schema.is_mutable
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joints import capture
-from remat.passes.cost import Flops, price
+from remat.passes.cost import Flops, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
 from remat.passes.planner import Offer, Planner
@@ -85,3 +85,47 @@ def test_lowest_plan_is_one_that_cannot_be_squeezed_further(planner: Planner) ->
     assert not has_few_tries(planner.low.simulation)
     assert planner.lowest.peak_bytes <= planner.low.peak_bytes
     assert planner.squeezer.squeeze_out(planner.lowest).peak_bytes == planner.lowest.peak_bytes
+
+
+class Layers(nn.Module):
+    """Equal layers, wide inside: their values change sides of a cut together."""
+
+    def __init__(self, width: int = 16, depth: int = 8) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
+            x = x + down(F.gelu(up(norm(x))).sin())
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def layered() -> Planner:
+    graph, constraints = capture(Layers(), torch.randn(64, 16)).constraints()
+    sizes = Sizes.find(graph.nodes, None)
+    problem = FlowProblem.build(graph, constraints, price(graph, Roofline(fuses=False), sizes))
+    return Planner(problem, find_storages(graph, fuses=False, sizes=sizes))
+
+
+def test_cuts_that_hardly_exceed_a_budget_are_squeezed_into_it(layered: Planner) -> None:
+    assert not layered.improver.is_small
+    num_fitting = 0
+    for cut in layered.dearer_cuts:
+        budget_bytes = int(0.97 * cut.peak_bytes)
+        (squeezed,) = layered._squeezed([cut], budget_bytes)
+        check(layered, squeezed)
+        num_fitting += squeezed.peak_bytes <= budget_bytes
+        found = layered.within(budget_bytes)
+        if found is not None and squeezed.peak_bytes <= budget_bytes:
+            assert found.extra_ticks <= squeezed.extra_ticks
+    assert num_fitting
+
+
+def test_only_what_nearly_fits_and_is_faster_than_all_that_fits_is_squeezed(layered: Planner) -> None:
+    cut = max(layered.dearer_cuts, key=lambda offer: offer.peak_bytes)
+    assert layered.fastest.extra_ticks < cut.extra_ticks
+    assert layered._squeezed([layered.fastest, cut], layered.fastest.peak_bytes) == []
+    assert layered._squeezed([cut], cut.peak_bytes // 2) == []
