@@ -58,7 +58,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         masked = _add(graph, node, "masked", _aten.mul.Tensor, source, mask)
         scaled = _add(graph, node, "scaled", _aten.mul.Scalar, masked, 1.0 / (1.0 - rate))
     for user in list(node.users):
-        user.replace_all_uses_with((scaled, mask)[user.args[1]])
+        user.replace_all_uses_with(mask if user.args[1] == 1 else scaled)
         graph.erase_node(user)
     graph.erase_node(node)
 

@@ -198,5 +198,5 @@ def _shallow_first(graph: JointGraph) -> list[tuple[int, ...]]:
     found = []
     for inputs in graph.inputs:
         depths.append(1 + max((depths[j] for j in inputs), default=-1))
-        found.append(tuple(sorted(inputs, key=lambda j: depths[j])))
+        found.append(tuple(sorted(inputs, key=depths.__getitem__, reverse=True)[::-1]))
     return found

@@ -45,8 +45,19 @@ def remat(
     gm = inside_broken_regions(gm)
     if parsed.inner == "inductor":
         return _with_inductor(gm, example_inputs, parsed)
-    partitioner = Partitioner(parsed)
-    compiler = _graph_compiler(parsed.inner, partitioner)
+    return _split_only(gm, example_inputs, Partitioner(parsed))
+
+
+def op_by_op(
+    gm: fx.GraphModule, example_inputs: list[Any], *, memory_budget: Any, overwrites: bool
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph into two graphs that eager's kernels run; `overwrites` if nobody else holds results."""
+    parsed = Options.parse({"inner": "aot_eager", "memory_budget": memory_budget})
+    return _split_only(inside_broken_regions(gm), example_inputs, Partitioner(parsed, overwrites=overwrites))
+
+
+def _split_only(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
+    compiler = _graph_compiler(partitioner.options.inner, partitioner)
     return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
 
 

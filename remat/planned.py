@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .eager import run_region
+from .eager import is_in_region, run_region
 from .passes.errors import InfeasibleBudget, RematError, causes_of
 from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
@@ -62,9 +62,11 @@ class PlannedRegion:
             raise explained from error
 
     def _compiled_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        key = _signature(args, kwargs)
+        # A region around this one may keep results for its own backward; they must stay as they are.
+        overwrites = not is_in_region()
+        key = overwrites, _signature(args, kwargs)
         if key not in self.compiled:
-            self.compiled[key] = _compile(self.region)
+            self.compiled[key] = _compile(self.region, overwrites)
         self.compiled.move_to_end(key)
         if len(self.compiled) > MAX_SIGNATURES:
             self.compiled.popitem(last=False)
@@ -83,9 +85,9 @@ def _described(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
 
 
-def _compile(region: RegionOptions) -> Callable[..., Any]:
+def _compile(region: RegionOptions, overwrites: bool) -> Callable[..., Any]:
     """Make a callable that plans the region when it is first called."""
-    from .backend import remat
+    from .backend import op_by_op
     from .carrier import operator_of
 
     not_compiled = (
@@ -103,7 +105,7 @@ def _compile(region: RegionOptions) -> Callable[..., Any]:
 
     # Compilers count how often they compile a code object; each plan has its own.
     own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    backend = functools.partial(remat, options={"inner": "aot_eager", "memory_budget": region.memory_budget})
+    backend = functools.partial(op_by_op, memory_budget=region.memory_budget, overwrites=overwrites)
     return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
 

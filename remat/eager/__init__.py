@@ -8,5 +8,6 @@ from remat.eager.engine import cached_spec as cached_spec
 from remat.eager.engine import noop_context_fn as noop_context_fn
 from remat.eager.engine import run_region as run_region
 from remat.eager.errors import CheckpointError as CheckpointError
+from remat.eager.execution import is_in_region as is_in_region
 from remat.eager.execution import is_recomputing as is_recomputing
 from remat.eager.selective import Selective as Selective

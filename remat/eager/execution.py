@@ -57,6 +57,11 @@ def is_recomputing() -> bool:
     return local.reentrant_depth > 0 or (execution is not None and execution.is_recomputing)
 
 
+def is_in_region() -> bool:
+    """True while a region runs on this thread, for the first time or again."""
+    return local.reentrant_depth > 0 or local.execution is not None
+
+
 @contextmanager
 def all_of(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
     """Run a block under several contexts, the first one outermost."""
