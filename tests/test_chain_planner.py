@@ -13,9 +13,10 @@ from remat.passes.blocks import find_blocks
 from remat.passes.chain_planner import NO_TIME, ChainProgramme
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
-from remat.passes.planner import Planner
+from remat.passes.planner import FEW_MOVES, NEAR_MISSES, Planner
 from remat.passes.schedule import Scheduler, schedule_backward
 from remat.passes.simulate import Simulator, simulate
+from remat.passes.squeeze import NODES_SQUEEZED
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -209,9 +210,16 @@ def work_done(problem: FlowProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[in
 def test_deep_models_take_hardly_more_cuts_and_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs time in proportion to the graph's size; what planning takes would be quadratic otherwise."""
     for num_blocks in (40, 160):
-        num_cuts, num_steps = work_done(residual_blocks(num_blocks), monkeypatch)
+        problem = residual_blocks(num_blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr("remat.passes.planner.NEAR_MISSES", 0)
+            num_cuts, num_steps = work_done(problem, monkeypatch)
         assert num_cuts <= 90
         assert num_steps <= 90
+        # Squeezing looks at so many nodes at most, whatever their number; it ends within one round of tries.
+        most_squeezed = NEAR_MISSES * (NODES_SQUEEZED // len(problem.graph.nodes) + FEW_MOVES)
+        assert work_done(problem, monkeypatch)[1] <= num_steps + most_squeezed
+        assert work_done(problem, monkeypatch)[0] <= num_cuts
 
 
 @pytest.mark.parametrize("fuses", [False, True])
