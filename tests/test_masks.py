@@ -155,6 +155,4 @@ def test_peak_is_that_with_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
 
     packed = peak()
     monkeypatch.setattr("remat.passes.partition.keep_as_bytes", lambda *_: None)
-    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
-    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)
     assert packed <= peak()

@@ -65,8 +65,6 @@ class Tied(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:memory_budget=")
 def test_gradient_of_scores_is_not_held_to_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)  # the key does not know of the patch below
-    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)
     model, tokens = Tied().double(), torch.randint(0, 600, (4, 64))
     parameters = list(model.parameters())
     model(tokens).backward()

@@ -62,9 +62,6 @@ def measured_peak(model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Te
 
 @pytest.mark.filterwarnings("ignore:memory_budget=")
 def test_gradient_summed_over_layers_takes_less_memory_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The two differ in nothing that a cache looks at.
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     # What else keeps kernels where they are would help here, too.
     monkeypatch.setattr(fusion, "_reduces_before", lambda slot, nodes: False)
     monkeypatch.setattr(fusion, "_is_read_before", lambda slot, nodes: False)
