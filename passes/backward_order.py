@@ -3,23 +3,32 @@
 Autograd's formula of a linear layer computes the gradient of its input first and that of its weight after it. Between
 the two, the layer's input has to be there, and the new gradient is there already. The other way round the gradient of
 the weight, which is the step's result and not an activation, is done before the other one takes memory, and what only
-it has read is free by then. In the same way a sum that alone reads a large value lets go of that at once. The results
-are the same to the bit: nothing but the order changes.
+it has read is free by then. In the same way a sum that alone reads a large value lets go of that at once, and the two
+gradients of a product of two branches take the place of the product's own and of what both are computed from; a
+compiler can then make one loop of them. The results are the same to the bit: nothing but the order changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 import torch.fx as fx
 
 from .constraints import split_closing_writes
-from .joint_graph import JointGraph, Role
+from .joint_graph import JointGraph, Role, tensor_of
+from .op_call import hint_of
 from .op_facts import Kind
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
 """What may stand between the op that finishes a gradient and the gradient: another type, and the same memory after."""
+
+_ELEMENTWISE = frozenset({Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL})
+
+MOST_BRANCHES = 2
+"""How many readers of a value may run at once to let go of it: one of their results takes its place, and another one
+that of what it is computed with. With more of them memory would grow."""
 
 
 def roots(graph: JointGraph) -> list[int]:
@@ -40,8 +49,12 @@ def _giving_back_early(graph: JointGraph, body: Sequence[int]) -> Sequence[int]:
     if any(op.is_mutating for i in body if (op := graph.facts[i]) is not None):
         return body  # who reads what is written in between may not be moved
     own, readers = frozenset(body), _readers(graph, body)
-    early = _finishing(graph, body, readers) | _shrinking(graph, body, readers)
-    sources = {i: _computed_for(graph, i, own) for i in body if i in early}
+    urgency = {
+        **dict.fromkeys(_finishing(graph, body, readers), 2),
+        **dict.fromkeys(_replacing(graph, body, readers), 1),
+        **dict.fromkeys(_shrinking(graph, body, readers), 0),
+    }
+    sources = {i: _computed_for(graph, i, own) for i in body if i in urgency}
     waiting: dict[int, list[int]] = {}
     for i, found in sources.items():
         for source in found:
@@ -51,8 +64,8 @@ def _giving_back_early(graph: JointGraph, body: Sequence[int]) -> Sequence[int]:
 
     def run(wanted: int) -> None:
         """Run a node, the views that it reads before it, and what it lets give memory back after it."""
-        stack = [wanted]
-        while stack:
+        stacks: tuple[list[int], ...] = ([], [], [], [wanted])
+        while stack := next(filter(None, stacks), None):
             i = stack.pop()
             missing = [j for j in graph.inputs[i] if j in own and j not in done]
             if missing:
@@ -60,7 +73,9 @@ def _giving_back_early(graph: JointGraph, body: Sequence[int]) -> Sequence[int]:
             elif i not in done:
                 done.add(i)
                 order.append(i)
-                stack += [k for k in reversed(waiting.get(i, ())) if sources[k] <= done]
+                for k in reversed(waiting.get(i, ())):
+                    if sources[k] <= done:
+                        stacks[urgency[k]].append(k)
 
     for i in body:
         run(i)
@@ -85,6 +100,36 @@ def _shrinking(graph: JointGraph, body: Sequence[int], readers: Mapping[int, Seq
         and op.is_pure
         and all(len(readers[j]) == 1 for j in graph.inputs[i])
     )
+
+
+def _replacing(graph: JointGraph, body: Sequence[int], readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """All readers of a value, if each of them makes something of its size of it, element by element."""
+    found: set[int] = set()
+    for j in body:
+        read_by = set() if _is_view(graph, j) else set(_through_views(graph, j, readers))
+        if len(read_by) <= MOST_BRANCHES and all(_is_replacing(graph, i, j) for i in read_by):
+            found |= read_by
+    return frozenset(found)
+
+
+def _through_views(graph: JointGraph, j: int, readers: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    for i in readers.get(j, ()):
+        if _is_view(graph, i):
+            yield from _through_views(graph, i, readers)
+        else:
+            yield i
+
+
+def _is_replacing(graph: JointGraph, i: int, j: int) -> bool:
+    """Could a node's result take the memory of a value that it reads?"""
+    op, result, source = graph.facts[i], tensor_of(graph.nodes[i]), tensor_of(graph.nodes[j])
+    if op is None or not op.is_pure or op.kind not in _ELEMENTWISE or result is None or source is None:
+        return False
+    return _elements(result) == _elements(source) and result.dtype.itemsize <= source.dtype.itemsize
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return prod(map(hint_of, tensor.shape))
 
 
 def _finishing(graph: JointGraph, body: Sequence[int], readers: Mapping[int, Sequence[int]]) -> frozenset[int]:

@@ -77,6 +77,42 @@ def test_sum_that_alone_reads_a_value_runs_right_after_it() -> None:
     assert before in graph.inputs[total]
 
 
+def gated(num_branches: int) -> Joint:
+    """A value that is the product of branches, each with a weight of its own."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(num_branches)]
+    x = torch.randn(32, 64)
+
+    def product() -> torch.Tensor:
+        h = torch.ones(())
+        for weight in weights:
+            h = h * (x @ weight).sin()
+        return h.square().sum()
+
+    return capture(product)
+
+
+def test_gradients_of_two_branches_are_computed_before_either_is_read() -> None:
+    graph = gated(2).classify()
+
+    def last_loop_is_before_products(order: list[int]) -> bool:
+        loops = [k for k, i in enumerate(order) if graph.nodes[i].target is ATEN.mul.Tensor]
+        return max(loops) < min(k for k, i in enumerate(order) if is_product(graph, i))
+
+    assert not last_loop_is_before_products(list(graph.backward_order))
+    assert last_loop_is_before_products(list(roots(graph)))
+
+
+def test_sum_that_lets_go_of_a_value_runs_before_loops_that_only_replace_theirs() -> None:
+    scale, weight = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64, 64))
+    x = torch.randn(32, 64)
+    graph = capture(lambda: ((x @ weight).sin() * scale).square().sum()).classify()
+    order = roots(graph)
+    total = next(k for k, i in enumerate(order) if graph.nodes[i].target is ATEN.sum.dim_IntList)
+    product = next(k for k, i in enumerate(order) if is_product(graph, i))
+    assert total < product
+
+
 def test_order_is_left_alone_if_backward_writes_in_place() -> None:
     """Who reads before and who after the write is said by nothing but the order."""
     joint = captured()

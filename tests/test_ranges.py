@@ -107,7 +107,7 @@ def test_region_budget_in_bytes_has_a_range_too() -> None:
     remat.apply(model, "inner", memory_budget="400kB")
     compiled = compile_for(model)
     with collected() as graphs:
-        for size in (100, 200, 600, 700, 150):
+        for size in (100, 200, 600, 1000, 150):
             compiled(batch(size)).backward()
     plans = [graph.plan for graph in graphs]
     assert 2 <= len(plans) <= 3
