@@ -8,7 +8,8 @@ would keep what it reads alive until then. Other loops may be fused only if they
 
 A compiler that puts a kernel made of an early and a late loop where the early one was, and all that it waits for before
 it, runs the main line of backward first and everything beside it (gradients of weights, say) in the end, with what that
-reads alive until then. Kernels are to run as soon as they can, and no earlier than the last of their loops.
+reads alive until then. Kernels are to run as soon as they can, and no earlier than the last of their loops, nor than
+the plan runs them.
 
 It may also compute a result twice. What a kernel of its own reads through a view is copied for it, and who reads the
 same result later computes it again from what it was made of, which has to live until then. Such results are to be
@@ -32,9 +33,8 @@ import torch
 import torch.fx as fx
 
 from .joint_graph import JointGraph
-from .op_facts import facts_of
+from .op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from .schedule import Schedule
-from .storage import FUSED_KINDS, INLINED_KINDS
 from .torch_private import REALIZE_TAG
 
 COPY_TAG = "remat_copy_of"
@@ -108,7 +108,25 @@ def _moments(nodes: Iterable[fx.Node]) -> list[Moment]:
     return [node.meta[MOMENT_TAG] for node in nodes if MOMENT_TAG in node.meta]
 
 
-def kernel_order(ranks: Sequence[int], waits_for: Sequence[set[int]]) -> list[int]:
+def planned_order(
+    places: Sequence[int], nodes: Sequence[Sequence[fx.Node]], waits_for: Sequence[set[int]]
+) -> list[int]:
+    """The order of kernels, given the place of each in the compiler's own order and the graph's nodes behind it.
+
+    A compiler makes a loop when it meets who reads its result from memory, and not when it meets the loop's own nodes.
+    The plan may have something run between the two.
+    """
+    slots = [max((moment.slot for moment in _moments(own)), default=None) for own in nodes]
+    ranks: list[tuple[int, int]] = [(0, 0)] * len(places)
+    latest = 0
+    for place, k in sorted(zip(places, range(len(places)), strict=True)):
+        slot = slots[k]
+        latest = latest if slot is None else slot
+        ranks[k] = (latest, place)
+    return kernel_order(ranks, waits_for)
+
+
+def kernel_order(ranks: Sequence[tuple[int, int]], waits_for: Sequence[set[int]]) -> list[int]:
     """Run what is ready, the lowest rank first: nothing is moved ahead because something late waits for it."""
     missing = [len(others) for others in waits_for]
     waiting: list[list[int]] = [[] for _ in ranks]

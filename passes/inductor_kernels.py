@@ -115,6 +115,8 @@ class _Reader:
         buffer = self.buffers.get(old) if donated is None else donated
         if buffer is None or self.owner(old) != old or old in self.returned or buffer.node is None:
             return False
+        if isinstance(buffer.node, self.ir.NopKernel):
+            return False  # other kernels have put it together from its parts
         readers = [user for user in buffer.users if self.number.get(user.node.get_name(), k) >= k]
         left = [user for user in readers if user.node.get_name() not in part.ancestors]
         is_last = len(left) == 1 and left[0].node is part and left[0].can_inplace

@@ -35,6 +35,24 @@ class Kind(Enum):
     OTHER = "unknown, runs as a kernel of its own"
 
 
+FUSED_KINDS = frozenset(
+    {
+        Kind.POINTWISE,
+        Kind.TRANSCENDENTAL,
+        Kind.SLOW_TRANSCENDENTAL,
+        Kind.GATHER,
+        Kind.REDUCTION,
+        Kind.EXP_REDUCTION,
+        Kind.SLOW_REDUCTION,
+        Kind.FREE,
+    }
+)
+"""Ops that a compiler makes part of a loop; all others are kernels of their own, which read and write memory."""
+
+INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.EXP_REDUCTION, Kind.SLOW_REDUCTION}
+"""Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """What the planner may assume of one operator."""

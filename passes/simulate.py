@@ -155,6 +155,8 @@ class Simulator:
         space = storages.workspace
         self.taken = [(*own, space[i]) if i in space else own for i, own in enumerate(self.own)]
         """The same with what it takes only while it runs."""
+        self.is_part = [part >= 0 and self.places[storages.base[i]] == OWN for i, part in enumerate(storages.part)]
+        """Per node: it takes one of several results of an op, which are buffers each."""
         self.given = [tuple([-1 - j for j in inputs if graph.roles[j] is Role.INPUT]) for inputs in graph.inputs]
         """Per node, the step's inputs that it reads, as negative numbers."""
         self.forward_outputs = _positions(graph, graph.forward_outputs)
@@ -231,7 +233,7 @@ class Simulator:
         """Per moment, what reading its result reads: moments, or the step's inputs as negative numbers."""
         for moment, (i, sources) in enumerate(zip(order, reads, strict=True)):
             place = places[i]
-            if place != SHARED and (place != INLINED or written[moment]):
+            if self.is_part[i] or (place != SHARED and (place != INLINED or written[moment])):
                 buffers.append((moment,))
                 continue
             if len(sources) == 1 and not given[i]:
@@ -277,6 +279,8 @@ class Simulator:
         return own >= SMALLEST_TOLD and sum(self._bytes_of(order[m]) >= own for m in read if m >= 0) > 1
 
     def _bytes_of(self, i: int) -> int:
+        if self.is_part[i]:
+            return self.own[self.storages.base[i]][self.storages.part[i]][0]
         return sum(num_bytes for num_bytes, _ in self.own[i])
 
 

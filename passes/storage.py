@@ -18,27 +18,10 @@ import torch.fx as fx
 
 from .constraints import base_is_viewed
 from .joint_graph import JointGraph, Role, tensor_of
-from .op_facts import Kind
+from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from .overwrite import hides_sharing, overwritable
 from .symbols import Sizes, terms_of
 from .workspace import workspace_of
-
-FUSED_KINDS = frozenset(
-    {
-        Kind.POINTWISE,
-        Kind.TRANSCENDENTAL,
-        Kind.SLOW_TRANSCENDENTAL,
-        Kind.GATHER,
-        Kind.REDUCTION,
-        Kind.EXP_REDUCTION,
-        Kind.SLOW_REDUCTION,
-        Kind.FREE,
-    }
-)
-"""Ops that a compiler makes part of a loop; all others are kernels of their own, which read and write memory."""
-
-INLINED_KINDS = FUSED_KINDS - {Kind.REDUCTION, Kind.EXP_REDUCTION, Kind.SLOW_REDUCTION}
-"""Ops whose result a compiler computes again in every loop that reads it. A reduction ends a loop."""
 
 SMALLEST_REDUCTION = 8
 """Of fewer elements, a sum is written out term by term (`unroll_reductions_threshold` of inductor's configuration)."""

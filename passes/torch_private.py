@@ -375,9 +375,9 @@ def _choices_with(may_fuse: MayFuse) -> Any:
 
 
 class KernelOrder(Protocol):
-    """Given when each kernel is to run, and which others it has to wait for: their order."""
+    """Given where each kernel stands, the graph's nodes behind it and which others it has to wait for: their order."""
 
-    def __call__(self, ranks: list[int], waits_for: list[set[int]]) -> list[int]: ...
+    def __call__(self, places: list[int], nodes: list[list[fx.Node]], waits_for: list[set[int]]) -> list[int]: ...
 
 
 def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHalf], None]) -> Any:
@@ -395,7 +395,8 @@ def kernel_order_pass(order: KernelOrder, key: str, watch: Callable[[CompiledHal
             maker = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
             made = [{maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker} for node in nodes]
             waits_for = [others - {k} for k, others in enumerate(made)]
-            ordered = [nodes[k] for k in order([node.max_order for node in nodes], waits_for)]
+            places, origins = [node.max_order for node in nodes], [origins_of(node) for node in nodes]
+            ordered = [nodes[k] for k in order(places, origins, waits_for)]
             if not isinstance(V.graph, SubgraphLowering):  # a condition's branch is no half of a step
                 watch(CompiledHalf(ordered, V.graph, ir))
             return ordered

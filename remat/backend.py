@@ -13,7 +13,7 @@ from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
 from .passes.budget import LOWEST_PLAN_OPTION, mib
 from .passes.errors import InfeasibleBudget
-from .passes.fusion import kernel_order, may_fuse
+from .passes.fusion import may_fuse, planned_order
 from .passes.kernels import Excess
 from .passes.out_of_memory import advising
 from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
@@ -109,7 +109,7 @@ def _never_fits(options: Options, excess: Excess | None) -> InfeasibleBudget:
 
 def _keep_order(partitioner: Partitioner) -> dict[str, Any]:
     """Settings under which inductor runs what the plan says, when it says so."""
-    in_order = kernel_order_pass(kernel_order, f"remat-{source_digest()}", partitioner.check)
+    in_order = kernel_order_pass(planned_order, f"remat-{source_digest()}", partitioner.check)
     return {**KEEP_ORDER, "_post_fusion_custom_pass": in_order}
 
 

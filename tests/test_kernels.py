@@ -350,11 +350,11 @@ def test_budget_that_no_plan_is_compiled_within_is_an_error_or_takes_the_lowest_
 def test_other_errors_of_a_compiler_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def broken(ranks: list[int], waits_for: list[set[int]]) -> list[int]:
-        calls.append(len(ranks) + len(waits_for))
+    def broken(*about_kernels: list[Any]) -> list[int]:
+        calls.append(len(about_kernels))
         raise ZeroDivisionError("broken on purpose")
 
-    monkeypatch.setattr(backend, "kernel_order", broken)
+    monkeypatch.setattr(backend, "planned_order", broken)
     compiled = torch.compile(Gated(1, 32), backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
     with pytest.raises(Exception, match="broken on purpose"):
         compiled(torch.randn(64, 32))

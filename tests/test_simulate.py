@@ -237,7 +237,27 @@ def shared_bias() -> tuple[Loss, list[nn.Parameter]]:
     return loss, [table, *weights]
 
 
-@pytest.mark.parametrize(("program", "budget"), [(patches, 1.0), (patches, 0.5), (shared_bias, 0.55)])
+def normalized_images() -> tuple[Loss, list[nn.Parameter]]:
+    """Residual blocks of convolutions: a normalized image is made of five buffers, two of them results of one op."""
+    images = torch.linspace(-1, 1, 8 * 8 * 32 * 32).view(8, 8, 32, 32).sin()
+    filters = [(weight(8, 8, 3, 3), weight(8), weight(8)) for _ in range(7)]
+
+    def normal(h: torch.Tensor, kernel: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(torch.conv2d(h, kernel, padding=1), None, None, scale, shift, training=True)
+
+    def loss() -> torch.Tensor:
+        stream = normal(images, *filters[0]).relu()
+        for first, second in zip(filters[1::2], filters[2::2], strict=True):
+            stream = (stream + normal(normal(stream, *first).relu(), *second)).relu()
+        return stream.square().mean()
+
+    return loss, [p for group in filters for p in group]
+
+
+@pytest.mark.parametrize(
+    ("program", "budget"),
+    [(patches, 1.0), (patches, 0.5), (shared_bias, 0.55), *[(normalized_images, b) for b in (0.9, 0.7, 0.5, 0.4)]],
+)
 def test_predicted_peak_of_code_that_inductor_fuses_is_close(program: Any, budget: float, plans: list[Plan]) -> None:
     loss, parameters = program()
     compiled = torch.compile(loss, backend="remat", options={"memory_budget": budget}, fullgraph=True)
