@@ -5,7 +5,7 @@
     joint_graph     who computes what, on which side it may run, what backward needs
     constraints     what may be saved, what may be recomputed, and why not
     symbols         a number for every size that is a symbol, and bytes as polynomials of them
-    cost            seconds to recompute, seconds to keep (op_call: what a cost depends on)
+    cost            seconds to recompute, seconds to keep (op_call: what a cost depends on, uses: who reads the result)
     choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan)
                     with budgets: budget plans for the graph's, region_budget for those of regions (shares: what they
                     bound, share_planner: how they are met)

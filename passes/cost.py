@@ -5,7 +5,8 @@ does keeping these bytes add? It is asked once per distinct call. A model that c
 all sizes may say so (`is_formula`): it is then asked about calls whose sizes are expressions, too.
 
 Roofline   the larger of flops over peak flops and bytes over bandwidth, on a CPU their sum; ops that will be fused into
-           their readers are charged for their arithmetic alone, since what they read is in registers anyway.
+           their readers are charged for their arithmetic in those loops alone, since what they read is in registers
+           anyway, and for writing their result if a kernel of its own reads that.
 Flops      flops over peak flops; what has no flop count is free.
 Callback   a user's function, `fn(call: OpCall) -> float` seconds.
 """
@@ -25,10 +26,11 @@ from .errors import OptionError, RematError
 from .expressions import largest
 from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
-from .op_call import OpCall, SizesLike, TensorSpec, call_of
+from .op_call import UNKNOWN_USE, OpCall, SizesLike, TensorSpec, Use, call_of
 from .op_facts import Kind
 from .symbols import Sizes
 from .torch_private import without_modes
+from .uses import find_uses
 
 LONGEST_SECONDS = 1e9
 """A price above this is taken for a mistake."""
@@ -156,43 +158,56 @@ class Likes:
 
     group_of: tuple[int, ...]
     """By node position."""
-    examples: tuple[tuple[fx.Node, Role], ...]
-    """A node of each group, and its role."""
+    examples: tuple[tuple[fx.Node, Role, Use], ...]
+    """A node of each group, its role, and what becomes of it if it is recomputed."""
 
     @staticmethod
-    def find(graph: JointGraph, sizes: Sizes) -> Likes:
-        """Group nodes by role, by what they return and, if they call something, by the call."""
+    def find(graph: JointGraph, sizes: Sizes, *, fuses: bool = False) -> Likes:
+        """Group nodes by role, by what they return and, if they call something, by the call and its use."""
         forms = sizes.forms if sizes.values else sizes
         numbers: dict[object, int] = {}
-        examples: list[tuple[fx.Node, Role]] = []
+        examples: list[tuple[fx.Node, Role, Use]] = []
         group_of = []
-        for node, role in zip(graph.nodes, graph.roles, strict=True):
-            number = numbers.setdefault(_what_decides(node, role, forms), len(numbers))
+        uses = find_uses(graph, sizes) if fuses else [UNKNOWN_USE] * len(graph.nodes)
+        for example in zip(graph.nodes, graph.roles, uses, strict=True):
+            number = numbers.setdefault(_what_decides(*example, forms), len(numbers))
             if number == len(examples):
-                examples.append((node, role))
+                examples.append(example)
             group_of.append(number)
         return Likes(tuple(group_of), tuple(examples))
 
+    def use_of(self, i: int) -> Use:
+        """What becomes of a node's result, or of one that costs the same, if it is recomputed."""
+        return self.examples[self.group_of[i]][2]
 
-def _what_decides(node: fx.Node, role: Role, forms: SizesLike) -> object:
+
+def _what_decides(node: fx.Node, role: Role, use: Use, forms: SizesLike) -> object:
     """All that the prices of a node depend on, beside the sizes."""
     if role not in PRICED_ROLES:
         return None
     if node.op == "call_function":
-        return role, tensor_of(node) is not None, call_of(node, forms)
+        return role, tensor_of(node) is not None, call_of(node, forms, use)
     tensor = tensor_of(node)
     return role, None if tensor is None else forms.spec_of(tensor)
 
 
-def price(graph: JointGraph, model: CostModel, sizes: Sizes | None = None, likes: Likes | None = None) -> Costs:
+def price(
+    graph: JointGraph,
+    model: CostModel,
+    sizes: Sizes | None = None,
+    likes: Likes | None = None,
+    *,
+    fuses: bool = False,
+) -> Costs:
     """Price every forward-side value of a graph, at given sizes or at those of the example.
 
-    A graph that was priced before need not be looked through again: `likes` says which nodes cost the same.
+    A graph that was priced before need not be looked through again: `likes` says which nodes cost the same. `fuses`
+    says that loops will be made of several ops: what a result costs then depends on who reads it, too.
     """
     sizes = Sizes.find(graph.nodes) if sizes is None else sizes
-    likes = Likes.find(graph, sizes) if likes is None else likes
+    likes = Likes.find(graph, sizes, fuses=fuses) if likes is None else likes
     asked = _Asked(model, sizes)
-    rows = [_price_node(node, role, asked) for node, role in likes.examples]
+    rows = [_price_node(node, role, use, asked) for node, role, use in likes.examples]
     columns = zip(*[rows[group] for group in likes.group_of], strict=True) if rows else ((), (), (), ())
     save_ticks, recompute_ticks, num_bytes, run_ticks = columns
     return Costs(save_ticks, recompute_ticks, num_bytes, run_ticks, likes)
@@ -205,8 +220,8 @@ class _Asked:
         self.model, self.sizes = model, sizes
         self.known: dict[OpCall, float] = {}
 
-    def recompute_seconds(self, node: fx.Node) -> float:
-        call = call_of(node, self.sizes)
+    def recompute_seconds(self, node: fx.Node, use: Use) -> float:
+        call = call_of(node, self.sizes, use)
         if call not in self.known:
             self.known[call] = _checked(self.model.recompute_seconds(call), call)
         return self.known[call]
@@ -221,7 +236,7 @@ def _checked(seconds: float, call: OpCall) -> float:
     return seconds
 
 
-def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int, int]:
+def _price_node(node: fx.Node, role: Role, use: Use, asked: _Asked) -> tuple[int, int, int, int]:
     """Ticks to save, ticks to recompute, bytes, ticks to run."""
     if role not in PRICED_ROLES:
         return 0, 0, 0, 0
@@ -231,7 +246,7 @@ def _price_node(node: fx.Node, role: Role, asked: _Asked) -> tuple[int, int, int
         num_bytes = asked.sizes.bytes_of(tensor)
         save_ticks = max(1, ticks(asked.model.save_seconds(num_bytes, tensor.device.type)))
     if node.op == "call_function":
-        run_ticks = ticks(asked.recompute_seconds(node))
+        run_ticks = ticks(asked.recompute_seconds(node, use))
     # What only backward needs is computed once, wherever it runs: running it there adds nothing.
     recompute_ticks = run_ticks if role is Role.FORWARD else 0
     return save_ticks, recompute_ticks, num_bytes, run_ticks
@@ -264,7 +279,8 @@ class Roofline:
         memory = (call.input_bytes + call.output_bytes) / machine.bytes_per_second
         kind = call.facts.kind
         if kind is Kind.FREE or (self.fuses and kind in ARITHMETIC):
-            return _arithmetic_seconds(call, machine, ARITHMETIC)
+            written = call.output_bytes / machine.bytes_per_second if call.is_written and self.fuses else 0.0
+            return _arithmetic_seconds(call, machine, ARITHMETIC) + written
         if kind is Kind.SLOW_REDUCTION:
             return memory if self.fuses else SLOW_PASSES.get(call.device, 1) * memory
         if kind is Kind.REDUCTION or (self.fuses and kind is Kind.EXP_REDUCTION):
@@ -331,7 +347,7 @@ def _arithmetic_seconds(call: OpCall, machine: Machine, table: Mapping[Kind, flo
     per_element = table[call.facts.kind] * 4 / machine.bytes_per_second
     if call.device != "cpu" and call.facts.kind is not Kind.GATHER:
         per_element /= ACCELERATOR_SPEEDUP
-    return per_element * sum(spec.numel for spec in call.outputs)
+    return per_element * sum(spec.numel for spec in (call.outputs if call.loop is None else (call.loop,)))
 
 
 def _compute_seconds(call: OpCall, machine: Machine) -> float | None:

@@ -42,6 +42,19 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """What becomes of a recomputed result."""
+
+    loop: fx.Node | None = None
+    """A node over whose elements the result is computed, if those are more than its own."""
+    is_written: bool = False
+    """A kernel of backward reads it from memory."""
+
+
+UNKNOWN_USE = Use()
+
+
+@dataclass(frozen=True, slots=True)
 class OpCall:
     """An operator with the arguments that decide its cost."""
 
@@ -50,6 +63,10 @@ class OpCall:
     """Tensors as TensorSpec, sequences as tuples, other arguments as they are."""
     kwargs: tuple[tuple[str, Any], ...]
     outputs: tuple[TensorSpec, ...]
+    loop: TensorSpec | None = None
+    """If the call will be part of a compiler's loop over more elements than its result has: what that loop makes."""
+    is_written: bool = False
+    """It will be part of a compiler's loop, but its result is written to memory for a kernel of backward."""
 
     @property
     def facts(self) -> OpFacts:
@@ -102,14 +119,17 @@ class _Examples:
 _EXAMPLES = _Examples()
 
 
-def call_of(node: fx.Node, sizes: SizesLike | None = None) -> OpCall:
+def call_of(node: fx.Node, sizes: SizesLike | None = None, use: Use = UNKNOWN_USE) -> OpCall:
     """Describe the call that a node makes, at given sizes or at those of the example."""
     sizes = _EXAMPLES if sizes is None else sizes
+    loop = None if use.loop is None else use.loop.meta["val"]
     return OpCall(
         target=node.target,
         args=tuple([_described(a, sizes) for a in node.args]),
         kwargs=tuple([(k, _described(v, sizes)) for k, v in node.kwargs.items()]) if node.kwargs else (),
         outputs=tuple(_specs_in(_spec_of_value(node.meta.get("val"), sizes))),
+        loop=None if loop is None else sizes.spec_of(loop),
+        is_written=use.is_written,
     )
 
 

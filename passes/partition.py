@@ -89,7 +89,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)
     sizes = Sizes.find(graph.nodes, request.unbacked_hint)
-    costs = price(graph, request.cost_model, sizes)
+    costs = price(graph, request.cost_model, sizes, fuses=request.fuses)
     storages = find_storages(graph, fuses=request.fuses, overwrites=request.overwrites, sizes=sizes)
     return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs, request.keeps_order)
 

@@ -20,7 +20,7 @@ from .errors import RematError
 from .expressions import NotExpressible, largest_of, weighted_sum
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, tensor_of
-from .op_call import OpCall, TensorSpec, call_of
+from .op_call import UNKNOWN_USE, OpCall, TensorSpec, Use, call_of
 from .polynomials import NotPolynomial
 from .schedule import Schedule
 from .symbols import Sizes
@@ -69,11 +69,13 @@ class Prices:
 def general_prices(graph: JointGraph, model: CostModel, sizes: Sizes, costs: Costs) -> Prices:
     """Ask a cost model for its prices in terms of the symbols of a graph."""
     asked = _Asked(model, sizes)
+    likes = costs.likes
     save, run = [], []
     for i, node in enumerate(graph.nodes):
         is_priced = graph.roles[i] in (Role.INPUT, Role.FORWARD, Role.EITHER)
         save.append(_checked(asked.save(node), costs.save_ticks[i], sizes) if is_priced else NOTHING)
-        run.append(_checked(asked.run(node), costs.run_ticks[i], sizes) if is_priced else NOTHING)
+        use = UNKNOWN_USE if likes is None else likes.use_of(i)
+        run.append(_checked(asked.run(node, use), costs.run_ticks[i], sizes) if is_priced else NOTHING)
     recompute = [price if graph.roles[i] is Role.FORWARD else NOTHING for i, price in enumerate(run)]
     return Prices(tuple(save), tuple(run), tuple(recompute))
 
@@ -105,13 +107,13 @@ class _Asked:
             self.kept[key] = self._price(self.model.save_seconds(num_bytes, key[1])) if can_say else None
         return self.kept[key]
 
-    def run(self, node: fx.Node) -> Price | None:
+    def run(self, node: fx.Node, use: Use) -> Price | None:
         """The price of running a node."""
         if node.op != "call_function":
             return NOTHING
         if not isinstance(self.model, Formulas):
             return None
-        call = call_of(node, self.expressions)
+        call = call_of(node, self.expressions, use)
         if call not in self.known:
             self.known[call] = self._ask(call) if self.model.is_formula(call) else None
         return self.known[call]

@@ -11,6 +11,7 @@ from dynamic_programs import PROGRAMS, batch, data_dependence_captured, train, u
 from joints import capture
 from remat.passes.cost import Callback, CostModel, Flops, Machine, Roofline, price
 from remat.passes.expressions import evaluate_real
+from remat.passes.op_call import UNKNOWN_USE, call_of
 from remat.passes.prices import Price, Prices, general_prices, total_of, total_text
 from remat.passes.symbols import Sizes
 from test_peaks import problem, symbol
@@ -109,8 +110,8 @@ def test_flop_formulas_take_symbols(function: Any, shapes: Any) -> None:
     sizes = Sizes.find(gm.graph.nodes)
     asker = remat.passes.prices._Asked(Roofline({}), sizes)
     for node in nodes:
-        found = asker.run(node)
-        call = remat.passes.op_call.call_of(node, sizes)
+        found = asker.run(node, UNKNOWN_USE)
+        call = call_of(node, sizes)
         assert found is not None
         assert found.at(sizes.value_of) == pytest.approx(1e9 * Roofline({}).recompute_seconds(call))
 
