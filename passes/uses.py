@@ -35,6 +35,8 @@ def _use(graph: JointGraph, i: int, longest: int, is_read_by_kernel: bool) -> Us
     op = graph.facts[i]
     if op is None or op.is_view or op.kind not in INLINED_KINDS or tensor_of(graph.nodes[i]) is None:
         return UNKNOWN_USE
+    if all(tensor_of(graph.nodes[j]) is None for j in graph.inputs[i]):
+        return UNKNOWN_USE  # a constant or an index, which a loop knows without computing it
     if is_read_by_kernel:
         return Use(is_written=True)
     return UNKNOWN_USE if longest == i else Use(loop=graph.nodes[longest])

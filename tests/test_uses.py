@@ -64,6 +64,18 @@ def test_reduction_ends_a_loop_and_is_not_computed_in_the_next_one() -> None:
     assert elements(uses[named(graph, "sqrt")]) == ROWS * COLUMNS
 
 
+def test_constant_is_part_of_every_loop() -> None:
+    """Kept, it would be one more buffer for loops to read, and what reads many is written to memory."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x.sin(), torch.full((), 3.0)).square().sum()
+
+    graph = graph_of(f, (ROWS, COLUMNS))
+    assert uses_of(graph)[named(graph, "full")] == Use()
+    costs = price(graph, Roofline({"cpu": MACHINE}), fuses=True)
+    assert costs.recompute_ticks[named(graph, "full")] < costs.save_ticks[named(graph, "full")]
+
+
 def test_what_is_written_is_not_computed_in_loops() -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         h = x.exp()  # a row, read by a product and by a loop over many rows
