@@ -31,6 +31,9 @@ LEVELS_TRIED = 5
 """How many of the lowest levels of memory are tried in each round, and how many of the others: what the planner
 believes to be the lowest peak need not be the lowest one."""
 
+AS_HIGH = 0.99
+"""From what part of the peak on a stage of backward has the peak, too."""
+
 STAGES_TRIED = 3
 """For how many stages of backward the cut is made as if the peak were there."""
 
@@ -156,9 +159,12 @@ class Planner:
         or computed again just before, it is there.
         """
         if stage not in self._ladders:
-            used_up = [v for v, last in enumerate(self.last_stages) if last <= stage] if stage >= 0 else ()
-            self._ladders[stage] = ladder(self.problem, unpriced=used_up, num_cuts=self._num_cuts)
+            self._ladders[stage] = ladder(self.problem, unpriced=self._used_up_by(stage), num_cuts=self._num_cuts)
         return self._ladders[stage]
+
+    def _used_up_by(self, stage: int) -> list[int]:
+        """The values that nothing after a stage of backward needs; none at the end of forward, which is stage -1."""
+        return [v for v, last in enumerate(self.last_stages) if last <= stage] if stage >= 0 else []
 
     def within_if_any(self, budget_bytes: int) -> Offer | None:
         """The same, without a search where it is plain that nothing fits."""
@@ -169,12 +175,22 @@ class Planner:
     def least_ticks(self, budget_bytes: int) -> int:
         """No plan within a budget adds less to the step, however often it recomputes.
 
-        All that it keeps is alive at the end of forward, so it keeps no more than the budget; and of choices that keep
-        no more, the cuts at all prices are known to be the cheapest (a Lagrangian bound).
+        All that it keeps for what comes after a stage of backward is alive during that stage, beside what the stage
+        itself takes; and of choices that keep no more than the rest, the cuts at all prices are known to be the
+        cheapest (a Lagrangian bound). It is looked at for the end of forward and for stages at which there was a peak.
         """
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest.extra_ticks
-        return max(0, *(int(rung.least_ticks(budget_bytes)) for rung in self.ladder_beyond(-1)))
+        least = 0
+        for stage in (-1, *self._ladders):
+            room = budget_bytes - self._bytes_beside(stage)
+            least = max(least, *(int(rung.least_ticks(room)) for rung in self.ladder_beyond(stage)))
+        return least
+
+    def _bytes_beside(self, stage: int) -> int:
+        """A bound below what is alive during a stage of backward and is not kept for later ones."""
+        used_up = {self.problem.bases[v] for v in self._used_up_by(stage)}
+        return self.simulator.bytes_beside(self.scheduler.roots[stage], used_up) if stage >= 0 else 0
 
     def within(self, budget_bytes: int) -> Offer | None:
         """The fastest schedule found whose peak fits; None if none does."""
@@ -280,9 +296,17 @@ class Planner:
         return int(CLOSE * budget_bytes) if self.is_large else None
 
     def _peak_stage(self, offer: Offer) -> int:
+        """The stage of backward at which a schedule has its peak; of several in a row, the last has used up most."""
         simulation = offer.simulation
-        own = set(self.scheduler.roots)
-        return sum(i in own for i in simulation.order[simulation.num_forward : simulation.peak_moment])
+        own, highest = set(self.scheduler.roots), [0]
+        for moment in range(simulation.num_forward, len(simulation.order)):
+            highest[-1] = max(highest[-1], simulation.live_bytes[moment])
+            if simulation.order[moment] in own:
+                highest.append(0)
+        stage = highest.index(max(highest))
+        while stage + 1 < len(highest) and highest[stage + 1] >= AS_HIGH * max(highest):
+            stage += 1
+        return stage
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""

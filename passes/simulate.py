@@ -13,7 +13,7 @@ graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -188,13 +188,36 @@ class Simulator:
             held = read if self.storages.overwrites[i] else read | {i}
         return sum(num_bytes for j in held if j is not None for num_bytes, _ in self.own[j])
 
+    def bytes_beside(self, i: int, forward: Collection[int] = ()) -> int:
+        """A bound below what is alive while an op of backward runs, beside what is kept for later.
+
+        That is its result and what it reads of backward's results and of some values of forward; finished gradients do
+        not count.
+        """
+        gradients = {self._owner(j) for j in self.backward_outputs}
+        is_loop = self.fuses and not self.is_kernel[i]
+        read = {self._owner(j) for j in self.graph.inputs[i]}
+        held = read if is_loop or self.storages.overwrites[i] else {*read, self._owner(i)}
+        return sum(
+            num_bytes
+            for j in held - gradients
+            if j is not None and self.is_kernel[j] and self.places[j] == OWN
+            if self.graph.roles[j] is Role.BACKWARD or j in forward
+            for num_bytes, _ in self.own[j]
+        )
+
     def _memory_of(self, i: int) -> int | None:
         """The node of forward that allocates what a node's result is in, if it is all of that."""
+        owner = self._owner(i)
+        return owner if owner is not None and self.graph.roles[owner] is Role.FORWARD else None
+
+    def _owner(self, i: int) -> int | None:
+        """The node that allocates what a node's result is in, if it is all of that."""
         while self.places[i] == SHARED:
             if self.storages.part[i] >= 0:
                 return None
             i = self.storages.base[i]
-        return i if self.graph.roles[i] is Role.FORWARD and self.places[i] != NOWHERE else None
+        return i if self.places[i] != NOWHERE else None
 
     def _reads(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], dict[int, bool]]:
         """Per moment, the moments at which what it reads was computed; what the step is given has none.

@@ -257,10 +257,11 @@ def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
 # --- a margin for what a compiler does --------------------------------------------------------------------------------
 
 
-def _fused_planner(function: Any, *args: torch.Tensor) -> Planner:
+def _planner(function: Any, *args: torch.Tensor, fuses: bool) -> Planner:
     graph = capture(function, *args).classify()
-    costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}))
-    return Planner(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True))
+    costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}, fuses=fuses), fuses=fuses)
+    storages = find_storages(graph, fuses=fuses, overwrites=not fuses)
+    return Planner(FlowProblem.build(graph, find_constraints(graph), costs), storages)
 
 
 def _products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -270,9 +271,8 @@ def _products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted() -> None:
-    planner = _fused_planner(
-        _products, torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    )
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    planner = _planner(_products, x, weight, fuses=True)
     predicted = planner.lowest.peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as caught:
         Budget("tight", num_bytes=predicted, margin=0.07).when_infeasible(planner, predicted)
@@ -286,14 +286,15 @@ def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted(
 
 
 def test_all_that_a_step_takes_is_a_budget_without_a_margin() -> None:
-    planner = _fused_planner(lambda x: x.sort(0).values.sum(), torch.randn(64, 64, requires_grad=True))
+    planner = _planner(lambda x: x.sort(0).values.sum(), torch.randn(64, 64, requires_grad=True), fuses=True)
     assert planner.lowest.peak_bytes == planner.without_recompute.peak_bytes
     budget = Budget("1.0", fraction=1.0, margin=0.07)
     assert budget.when_infeasible(planner, budget.resolve(planner)) is planner.lowest
 
 
 def test_least_budget_that_an_error_names_may_be_given() -> None:
-    planner = _fused_planner(_products, torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    planner = _planner(_products, x, weight, fuses=True)
     with pytest.raises(remat.InfeasibleBudget, match="Give at least 1024 bytes"):
         Budget("1B", num_bytes=1).when_infeasible(planner, 1)
     assert parse_budget(1024).num_bytes == 1024
@@ -311,3 +312,31 @@ def test_plan_says_what_it_adds_and_what_no_plan_within_its_budget_undercuts() -
     (free,) = remat.explain(loss, torch.randn(64, 32), inner="aot_eager").plans
     assert free.least_extra_seconds is None
     assert "no plan within it" not in str(free)
+
+
+def _classified() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A few layers, and a loss over so many classes that it sets the peak."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(8)))
+    head = nn.Linear(64, 400)
+
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(blocks(x)), labels)
+
+    return loss, torch.randn(512, 64), torch.randint(400, (512,))
+
+
+def test_of_stages_in_a_row_that_are_as_high_the_last_has_the_peak() -> None:
+    """The gradient of a loss and the softmax are alive at two of them; only after the second is the softmax free."""
+    planner = _planner(*_classified(), fuses=False)
+    for offer in (planner.without_recompute, *planner.dearer_cuts[:2]):
+        stage = planner._peak_stage(offer)
+        root = planner.problem.graph.nodes[planner.scheduler.roots[stage]]
+        assert planner.problem.graph.nodes[offer.simulation.order[offer.simulation.peak_moment]] is not root
+        assert root.target is torch.ops.aten._log_softmax_backward_data.default
+
+
+def test_bound_counts_what_the_stage_of_the_peak_takes() -> None:
+    loss, *args = _classified()
+    (plan,) = remat.explain(loss, *args, memory_budget=0.5, inner="aot_eager").plans
+    assert plan.peak.node == "nll_loss_backward"
+    assert plan.extra_seconds <= 1.1 * plan.least_extra_seconds
