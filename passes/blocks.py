@@ -200,15 +200,19 @@ def _backward_of_blocks(problem: FlowProblem, num_blocks: int, block_of: dict[in
 
     Backward undoes blocks in reverse order, with stragglers: the gradient of something that many blocks read is
     computed early, from values of an early block. So a node stands where the latest block is that a node from there on
-    still reads a value of. A constant that the loss and every layer's gradient read says nothing about the place.
+    still reads a value of. A constant that the loss and every layer's gradient read says nothing about the place. What
+    reads no value of any block belongs to the one before: nothing has to be recomputed for it first.
     """
     nodes: list[list[int]] = [[] for _ in range(num_blocks)]
-    current = 0
+    current, waiting = 0, []
     constants = _made_of_nothing(problem.graph)
     for root in reversed(roots(problem.graph)):
-        read = _forward_values_read(problem.graph, problem, root, constants)
-        current = max([current, *(block_of.get(v, 0) for v in read)])
-        nodes[current].append(root)
+        waiting.append(root)
+        if read := _forward_values_read(problem.graph, problem, root, constants):
+            current = max([current, *(block_of.get(v, 0) for v in read)])
+            nodes[current] += waiting
+            waiting = []
+    nodes[current] += waiting
     return [tuple(reversed(group)) for group in nodes]
 
 

@@ -115,9 +115,16 @@ class _Reader:
         buffer = self.buffers.get(old) if donated is None else donated
         if buffer is None or self.owner(old) != old or old in self.returned or buffer.node is None:
             return False
-        if isinstance(buffer.node, self.ir.NopKernel):
-            return False  # other kernels have put it together from its parts
+        if isinstance(buffer.node, self.ir.NopKernel) or self._is_row(buffer, k):
+            return False  # other kernels have put it together from its parts, or it is no whole buffer
         readers = [user for user in buffer.users if self.number.get(user.node.get_name(), k) >= k]
         left = [user for user in readers if user.node.get_name() not in part.ancestors]
         is_last = len(left) == 1 and left[0].node is part and left[0].can_inplace
         return is_last and self.bytes_of(buffer.node) == self.bytes_of(self.buffers[name].node)
+
+    def _is_row(self, buffer: Any, k: int) -> bool:
+        """True for what one kernel alone makes and reads row by row, in a loop over the rows around several others."""
+        kernel, maker = self.kernels[k], buffer.defining_op
+        own = {part.get_name() for part in kernel.get_nodes()}
+        is_own = maker is not None and {maker.get_name(), *(user.node.get_name() for user in buffer.users)} <= own
+        return is_own and hasattr(kernel, "outer_loop_fusion_depth")

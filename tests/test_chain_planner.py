@@ -6,11 +6,15 @@ import random
 from typing import Any
 
 import pytest
+import torch
 import torch.fx as fx
 from instances import Program, instance
+from joints import capture
 from remat.passes.backward_order import roots
-from remat.passes.blocks import find_blocks
+from remat.passes.blocks import _forward_values_read, find_blocks
 from remat.passes.chain_planner import NO_TIME, ChainProgramme
+from remat.passes.constraints import find_constraints
+from remat.passes.cost import Machine, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
 from remat.passes.planner import FEW_MOVES, NEAR_MISSES, Planner
@@ -80,6 +84,26 @@ def test_blocks_are_all_of_forward_and_all_of_backward_in_order() -> None:
     values = [v for block in blocks for v in block.values]
     assert values == [v for v, i in enumerate(problem.bases) if problem.graph.roles[i] is Role.FORWARD]
     assert [i for block in reversed(blocks) for i in block.backward] == roots(problem.graph)
+
+
+def test_node_of_backward_that_reads_no_value_belongs_to_the_block_before() -> None:
+    """Nothing has to be recomputed for it; and as long as it has not run, what it reads is in memory."""
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(8)]
+
+    def loss() -> torch.Tensor:
+        stream = torch.ones(4 * WIDTH, WIDTH)
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            stream = (stream + (stream @ up).tanh() @ down) * 0.5
+        return stream.sum()
+
+    graph = capture(loss).classify()
+    costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}))
+    problem = FlowProblem.build(graph, find_constraints(graph), costs)
+    blocks = find_blocks(problem)
+    firsts = [block.backward[0] for block in blocks if block.backward and block.backward[0] != roots(graph)[0]]
+    assert len(firsts) >= 2
+    for i in firsts:
+        assert _forward_values_read(graph, problem, i, constants=set()), graph.nodes[i]
 
 
 def test_no_block_ends_where_a_value_crosses_that_may_not_be_saved() -> None:

@@ -253,6 +253,21 @@ class Gated(nn.Module):
         return nn.functional.cross_entropy(x, x.argmax(-1))
 
 
+class Weighted(nn.Module):
+    """Layers, and a loss over many classes with four weights per row: loops over a row read its gradient's row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.layers(x)).log_softmax(-1)
+        for column in range(4):
+            scores = scores * x[:, column, None]
+        return scores.sum()
+
+
 @pytest.fixture
 def no_caches() -> Iterator[None]:
     """Caches may have the code already, and ask nobody."""
@@ -265,9 +280,11 @@ def no_caches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_caches")
-@pytest.mark.parametrize("memory_budget", [0.6, 0.35])
+@pytest.mark.parametrize(
+    ("make", "memory_budget"), [(lambda: Gated(4, 64), 0.6), (lambda: Gated(4, 64), 0.35), (Weighted, 0.9)]
+)
 def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
-    memory_budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], memory_budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: list[int] = []
 
@@ -277,7 +294,7 @@ def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
 
     monkeypatch.setattr(partition_fn.Partitioner, "check", check)
     torch.manual_seed(0)
-    model, x = Gated(4, 64), torch.randn(512, 64)
+    model, x = make(), torch.randn(512, 64)
     options = {"memory_budget": memory_budget, "dump": str(tmp_path)}
     compiled = torch.compile(model, backend="remat", options=options, fullgraph=True)
     compiled(x).backward()

@@ -254,9 +254,29 @@ def normalized_images() -> tuple[Loss, list[nn.Parameter]]:
     return loss, [p for group in filters for p in group]
 
 
+def weighted_classes() -> tuple[Loss, list[nn.Parameter]]:
+    """A loss whose gradient several loops read, and that is computed from four weights of rows and the tangent."""
+    x, table = torch.linspace(-1, 1, 400 * 16).view(400, 16), weight(16, 500)
+    rows = [torch.linspace(0.5, 1.5, 400).roll(k)[:, None] for k in range(4)]
+
+    def loss() -> torch.Tensor:
+        scores = (x @ table).log_softmax(-1)
+        for row in rows:
+            scores = scores * row
+        return scores.sum()
+
+    return loss, [table]
+
+
 @pytest.mark.parametrize(
     ("program", "budget"),
-    [(patches, 1.0), (patches, 0.5), (shared_bias, 0.55), *[(normalized_images, b) for b in (0.9, 0.7, 0.5, 0.4)]],
+    [
+        (weighted_classes, 1.0),
+        (patches, 1.0),
+        (patches, 0.5),
+        (shared_bias, 0.55),
+        *[(normalized_images, b) for b in (0.9, 0.7, 0.5, 0.4)],
+    ],
 )
 def test_predicted_peak_of_code_that_inductor_fuses_is_close(program: Any, budget: float, plans: list[Plan]) -> None:
     loss, parameters = program()
