@@ -91,15 +91,17 @@ def _readers(graph: JointGraph, body: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _shrinking(graph: JointGraph, body: Sequence[int], readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
-    """Sums over a value that nothing else reads."""
-    return frozenset(
+    """Sums over a value that nothing else reads; and the value, if it is computed element by element for the sum."""
+    sums = {
         i
         for i in body
         if (op := graph.facts[i]) is not None
         and op.kind is Kind.REDUCTION
         and op.is_pure
         and all(len(readers[j]) == 1 for j in graph.inputs[i])
-    )
+    }
+    read = {j for i in sums for j in graph.inputs[i]}
+    return frozenset(sums.union(j for j in read.intersection(body) if _is_elementwise(graph, j)))
 
 
 def _replacing(graph: JointGraph, body: Sequence[int], readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
@@ -122,10 +124,15 @@ def _through_views(graph: JointGraph, j: int, readers: Mapping[int, Sequence[int
 
 def _is_replacing(graph: JointGraph, i: int, j: int) -> bool:
     """Could a node's result take the memory of a value that it reads?"""
-    op, result, source = graph.facts[i], tensor_of(graph.nodes[i]), tensor_of(graph.nodes[j])
-    if op is None or not op.is_pure or op.kind not in _ELEMENTWISE or result is None or source is None:
+    result, source = tensor_of(graph.nodes[i]), tensor_of(graph.nodes[j])
+    if not _is_elementwise(graph, i) or result is None or source is None:
         return False
     return _elements(result) == _elements(source) and result.dtype.itemsize <= source.dtype.itemsize
+
+
+def _is_elementwise(graph: JointGraph, i: int) -> bool:
+    op = graph.facts[i]
+    return op is not None and op.is_pure and op.kind in _ELEMENTWISE
 
 
 def _elements(tensor: torch.Tensor) -> int:

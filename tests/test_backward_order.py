@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from joints import Joint, capture, named
@@ -111,6 +113,38 @@ def test_sum_that_lets_go_of_a_value_runs_before_loops_that_only_replace_theirs(
     total = next(k for k, i in enumerate(order) if graph.nodes[i].target is ATEN.sum.dim_IntList)
     product = next(k for k, i in enumerate(order) if is_product(graph, i))
     assert total < product
+
+
+class Scaled(torch.autograd.Function):
+    """Computes the gradient of its input first, as the formulas of normalisations do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, scale = ctx.saved_tensors
+        return grad * scale, (grad * x).sum(0)
+
+
+def test_product_that_only_a_sum_reads_runs_before_what_follows_from_the_same_gradient() -> None:
+    """Otherwise the gradient is alive until all that is done, and no loop is made of its readers."""
+    scale, weights = nn.Parameter(torch.randn(64)), [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    x = torch.randn(32, 64)
+
+    def loss() -> torch.Tensor:
+        return (Scaled.apply((x @ weights[0]).sin(), scale) @ weights[1]).sin().sum()
+
+    graph = capture(loss).classify()
+    order = roots(graph)
+    total = next(k for k, i in enumerate(order) if graph.nodes[i].target is ATEN.sum.dim_IntList)
+    (product,) = graph.inputs[order[total]]
+    gradient = next(j for j in graph.inputs[product] if is_product(graph, j))
+    others = [k for k, i in enumerate(order) if gradient in graph.inputs[i] and i != product]
+    assert len(others) == 1
+    assert total == order.index(product) + 1 == order.index(gradient) + 2 < others[0]
 
 
 def test_order_is_left_alone_if_backward_writes_in_place() -> None:
