@@ -35,6 +35,8 @@ class _Reader:
         self.buffers: dict[str, Any] = {b.get_name(): b for kernel in self.kernels for b in kernel.get_outputs()}
         self.number = {part.get_name(): k for k, kernel in enumerate(self.kernels) for part in kernel.get_nodes()}
         """Per loop or op, the kernel it is in."""
+        self.inside = {name: place for kernel in self.kernels for name, place in _places_inside(kernel)}
+        """Per loop or op, where in its kernel: what is read at the place where it is made never is in memory."""
         self.returned = frozenset(self.owner(name) for name in self.graph.get_output_names())
         self.made: list[dict[str, int]] = [{} for _ in self.kernels]
         known: set[str] = set()
@@ -78,8 +80,9 @@ class _Reader:
     def _leaving(self, k: int, kernel: Any) -> Iterator[str]:
         """Buffers of a kernel that somebody else reads, or that an op makes whether it is read or not."""
         for buffer in kernel.get_outputs():
-            name = buffer.get_name()
-            outside = [user for user in buffer.users if self.number.get(user.node.get_name()) != k]
+            name, place = buffer.get_name(), self.inside.get(buffer.defining_op.get_name())
+            names = [user.node.get_name() for user in buffer.users]
+            outside = [user for user in names if self.number.get(user) != k or self.inside.get(user) != place]
             if outside or len(kernel.get_nodes()) == 1 or self.owner(name) in self.returned:
                 yield name
 
@@ -127,4 +130,25 @@ class _Reader:
         kernel, maker = self.kernels[k], buffer.defining_op
         own = {part.get_name() for part in kernel.get_nodes()}
         is_own = maker is not None and {maker.get_name(), *(user.node.get_name() for user in buffer.users)} <= own
-        return is_own and hasattr(kernel, "outer_loop_fusion_depth")
+        return is_own and _hands_on_rows(kernel)
+
+
+def _places_inside(kernel: Any) -> Iterator[tuple[str, int]]:
+    """Number the loops that a kernel runs one after the other, for each loop or op in it."""
+    is_split = hasattr(kernel, "outer_loop_fusion_depth") and not _hands_on_rows(kernel)
+    for number, group in enumerate(kernel.get_outer_nodes() if is_split else [kernel]):
+        for part in group.get_nodes():
+            yield part.get_name(), number
+
+
+def _hands_on_rows(kernel: Any) -> bool:
+    """Do the loops inside a loop over rows keep what they hand each other in a buffer for one row?
+
+    They do if all of them run over as many dimensions; otherwise it is in memory.
+    """
+    if not hasattr(kernel, "outer_loop_fusion_depth"):
+        return False
+    ranges = [
+        max(group.get_nodes(), key=lambda part: part.is_reduction()).group[1] for group in kernel.get_outer_nodes()
+    ]
+    return all(sum(map(len, sizes)) == kernel.outer_loop_fusion_depth + 1 for sizes in ranges)

@@ -194,11 +194,14 @@ def _relaid(graph: JointGraph) -> Iterator[int]:
 
 
 def _product_of_sum(node: fx.Node) -> fx.Node | None:
-    """The matrix product that a sum makes one kernel with, if nothing else reads it."""
-    if node.target is not torch.ops.aten.add.Tensor:
+    """The matrix product that a sum makes one kernel with, if nothing else reads it.
+
+    A product that is there long before the other summand is not one of them: see `fusion.keep_products_early`.
+    """
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not node.all_input_nodes:
         return None
-    products = [a for a in node.all_input_nodes if a.target is torch.ops.aten.mm.default and len(a.users) == 1]
-    return products[0] if products and not node.kwargs else None
+    last = max(node.all_input_nodes)
+    return last if last.target is torch.ops.aten.mm.default and len(last.users) == 1 else None
 
 
 def _shared(graph: JointGraph, i: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """How a compiler that fuses loops will run a value that is computed again in backward.
 
 A loop's result that only loops read is computed inside them. If one of them runs over more elements than the result
-has, as where a mask of rows is applied to all columns, it is computed that many times. What a kernel of its own reads,
-such as a matrix product, is written to memory for it.
+has, as where the exponential of a row is applied to all columns, it is computed that many times. What a kernel of its
+own reads, such as a matrix product, is written to memory for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, Use
-from .op_facts import FUSED_KINDS, INLINED_KINDS
+from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from .symbols import Sizes
 
 
@@ -39,7 +39,9 @@ def _use(graph: JointGraph, i: int, longest: int, is_read_by_kernel: bool) -> Us
         return UNKNOWN_USE  # a constant or an index, which a loop knows without computing it
     if is_read_by_kernel:
         return Use(is_written=True)
-    return UNKNOWN_USE if longest == i else Use(loop=graph.nodes[longest])
+    if longest == i or op.kind is Kind.POINTWISE:
+        return UNKNOWN_USE  # what is simple arithmetic, a loop over more elements hardly notices
+    return Use(loop=graph.nodes[longest])
 
 
 def _read_by_kernels(graph: JointGraph) -> list[bool]:

@@ -268,6 +268,22 @@ class Weighted(nn.Module):
         return scores.sum()
 
 
+class Attending(nn.Module):
+    """Attention with a mask and dropout, whose softmax also makes a mask of rows: its loops do not hand on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(nn.Linear(64, 192) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(128, 128, dtype=torch.bool).tril()
+        for linear in self.inputs:
+            parts = (part.view(4, 128, 4, 16).transpose(1, 2) for part in linear(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(*parts, attn_mask=causal, dropout_p=0.1)
+            x = x + y.transpose(1, 2).reshape(512, 64)
+        return x.square().sum()
+
+
 @pytest.fixture
 def no_caches() -> Iterator[None]:
     """Caches may have the code already, and ask nobody."""
@@ -281,10 +297,20 @@ def no_caches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(
-    ("make", "memory_budget"), [(lambda: Gated(4, 64), 0.6), (lambda: Gated(4, 64), 0.35), (Weighted, 0.9)]
+    ("make", "memory_budget", "tolerance"),
+    [
+        (lambda: Gated(4, 64), 0.6, 0.05),
+        (lambda: Gated(4, 64), 0.35, 0.05),
+        (Weighted, 0.9, 0.05),
+        (Attending, 0.5, 0.15),
+    ],
 )
 def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
-    make: Callable[[], nn.Module], memory_budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module],
+    memory_budget: float,
+    tolerance: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peaks: list[int] = []
 
@@ -305,7 +331,7 @@ def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
     predicted = remat.Plan.load(file).peak.num_bytes
     assert len(peaks) == 2
     assert math.isclose(max(peaks), measured, rel_tol=0.01)
-    assert math.isclose(predicted, measured, rel_tol=0.05)
+    assert math.isclose(predicted, measured, rel_tol=tolerance)
 
 
 def claim(factor: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -55,13 +55,21 @@ def test_value_of_rows_is_computed_for_every_column_that_reads_it() -> None:
 
 def test_reduction_ends_a_loop_and_is_not_computed_in_the_next_one() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
-        return (x.exp().sum(-1, keepdim=True).sqrt() * x).sin().sum()
+        return (x.exp().sum(-1, keepdim=True).log() * x).sin().sum()
 
     graph = graph_of(f, (ROWS, COLUMNS))
     uses = uses_of(graph)
     assert uses[named(graph, "exp")] == Use()
     assert uses[named(graph, "sum")] == Use()
-    assert elements(uses[named(graph, "sqrt")]) == ROWS * COLUMNS
+    assert elements(uses[named(graph, "log")]) == ROWS * COLUMNS
+
+
+def test_simple_arithmetic_on_rows_costs_a_loop_over_columns_nothing_more() -> None:
+    def f(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (x * (2 * rows)[:, None]).sin().sum()
+
+    graph = graph_of(f, (ROWS, COLUMNS), (ROWS,))
+    assert uses_of(graph)[named(graph, "mul")] == Use()
 
 
 def test_constant_is_part_of_every_loop() -> None:
