@@ -81,8 +81,8 @@ class _Reader:
         """Buffers of a kernel that somebody else reads, or that an op makes whether it is read or not."""
         for buffer in kernel.get_outputs():
             name, place = buffer.get_name(), self.inside.get(buffer.defining_op.get_name())
-            names = [user.node.get_name() for user in buffer.users]
-            outside = [user for user in names if self.number.get(user) != k or self.inside.get(user) != place]
+            users = [part.get_name() for part in _users(buffer)]
+            outside = [user for user in users if self.number.get(user) != k or self.inside.get(user) != place]
             if outside or len(kernel.get_nodes()) == 1 or self.owner(name) in self.returned:
                 yield name
 
@@ -127,10 +127,13 @@ class _Reader:
 
     def _is_row(self, buffer: Any, k: int) -> bool:
         """True for what one kernel alone makes and reads row by row, in a loop over the rows around several others."""
-        kernel, maker = self.kernels[k], buffer.defining_op
-        own = {part.get_name() for part in kernel.get_nodes()}
-        is_own = maker is not None and {maker.get_name(), *(user.node.get_name() for user in buffer.users)} <= own
-        return is_own and _hands_on_rows(kernel)
+        if buffer.defining_op is None or not _hands_on_rows(self.kernels[k]):
+            return False
+        return all(self.number.get(part.get_name()) == k for part in (buffer.defining_op, *_users(buffer)))
+
+
+def _users(buffer: Any) -> list[Any]:
+    return [user.node for user in buffer.users]
 
 
 def _places_inside(kernel: Any) -> Iterator[tuple[str, int]]:

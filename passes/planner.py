@@ -181,11 +181,9 @@ class Planner:
         """
         if self.fastest.peak_bytes <= budget_bytes:
             return self.fastest.extra_ticks
-        least = 0
-        for stage in (-1, *self._ladders):
-            room = budget_bytes - self._bytes_beside(stage)
-            least = max(least, *(int(rung.least_ticks(room)) for rung in self.ladder_beyond(stage)))
-        return least
+        rooms = {stage: budget_bytes - self._bytes_beside(stage) for stage in (-1, *self._ladders)}
+        bounds = (rung.least_ticks(room) for stage, room in rooms.items() for rung in self.ladder_beyond(stage))
+        return max(0, int(max(bounds)))
 
     def _bytes_beside(self, stage: int) -> int:
         """A bound below what is alive during a stage of backward and is not kept for later ones."""
@@ -303,8 +301,9 @@ class Planner:
             highest[-1] = max(highest[-1], simulation.live_bytes[moment])
             if simulation.order[moment] in own:
                 highest.append(0)
-        stage = highest.index(max(highest))
-        while stage + 1 < len(highest) and highest[stage + 1] >= AS_HIGH * max(highest):
+        peak = max(highest)
+        stage = highest.index(peak)
+        while stage + 1 < len(highest) and highest[stage + 1] >= AS_HIGH * peak:
             stage += 1
         return stage
 
