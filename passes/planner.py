@@ -55,6 +55,9 @@ NEAR, NEAR_MISSES = 1.15, 2
 """By what factor plans may exceed a budget to be squeezed into it, and how many are: equal layers change sides of a cut
 together, and a cut that needs 1 % too much may be a fifth faster than the next one that fits."""
 
+NEAR_IF_SMALL = 1.5
+"""The same for graphs of few values, each of which is a large part of a budget."""
+
 FEW_MOVES = 8
 """How many values a squeeze into a budget looks at before it forgets one of them."""
 
@@ -265,13 +268,14 @@ class Planner:
 
     def _squeezed(self, offers: Sequence[Offer], budget_bytes: int) -> list[Offer]:
         """Squeeze the best of those that hardly exceed a budget and are faster than all that fit."""
-        if self.improver.is_small or self.storages.sizes.symbols:
-            return []  # the search has time to do so, or there are many budgets to plan for
+        if self.storages.sizes.symbols:
+            return []  # there are many budgets to plan for
+        limit = (NEAR_IF_SMALL if self.improver.is_small else NEAR) * budget_bytes
         fastest = min((o.extra_ticks for o in offers if o.peak_bytes <= budget_bytes), default=math.inf)
         near = {
             (o.peak_bytes, o.extra_ticks): o
             for o in offers
-            if budget_bytes < o.peak_bytes <= NEAR * budget_bytes and o.extra_ticks < fastest
+            if budget_bytes < o.peak_bytes <= limit and o.extra_ticks < fastest
         }
         forward_ticks = self.improver.forward_ticks
         ranked = sorted(near, key=lambda found: found[0] / budget_bytes + found[1] / forward_ticks)

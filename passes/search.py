@@ -172,7 +172,10 @@ class Search(Generic[J]):
             v = self.problem.value_of.get(memory.node)
             if v is None or not self._may_drop(v) or memory.num_bytes < least_bytes:
                 continue
-            before = max((touch.stage for touch in touches.get(v, ()) if touch.stage < max(stage, 0)), default=None)
+            stages = [touch.stage for touch in touches.get(v, ())]
+            if stage in stages and stage < stages[-1]:  # computed for something in this stage, and read later
+                moves.append(Move(added=frozenset({Fact(What.DROPPED, v, stage)})))
+            before = max((earlier for earlier in stages if earlier < max(stage, 0)), default=None)
             if before is None:
                 continue
             if before < 0:

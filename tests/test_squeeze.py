@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from instances import instance
 from joints import capture
 from remat.passes.cost import Flops, Roofline, price
 from remat.passes.flow import FlowProblem
@@ -129,3 +130,17 @@ def test_only_what_nearly_fits_and_is_faster_than_all_that_fits_is_squeezed(laye
     assert layered.fastest.extra_ticks < cut.extra_ticks
     assert layered._squeezed([layered.fastest, cut], layered.fastest.peak_bytes) == []
     assert layered._squeezed([cut], cut.peak_bytes // 2) == []
+
+
+def test_value_computed_for_another_one_is_forgotten_within_the_stage_and_computed_again() -> None:
+    """A chain is recomputed for its end, which backward reads first: what was passed on the way need not wait."""
+    case = instance(82)
+    small = Planner(case.problem, find_storages(case.graph, fuses=False))
+    start = min(small.dearer_cuts, key=lambda o: abs(o.peak_bytes - 5 * small.problem.num_bytes(0)))
+    budget_bytes = start.peak_bytes - small.problem.num_bytes(0)
+    squeezed = small.squeezer.squeeze(start, budget_bytes)
+    check(small, squeezed)
+    assert squeezed.peak_bytes <= budget_bytes
+    found = small.within(budget_bytes)
+    assert found is not None
+    assert found.extra_ticks <= squeezed.extra_ticks
