@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch.fx as fx
 
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .planner import Offer, Planner
+from .region_tag import policy_of, region_of
+from .simulate import Memory
 from .source import source_line
 from .storage import Storages
 
@@ -73,6 +78,9 @@ def least_margin(storages: Storages) -> float:
     return FUSION_MARGIN if any(storages.is_fused) and storages.sizes.symbols else 0.0
 
 
+MOST_POLICIES, MOST_NAMED = 5, 3
+"""How many policies an error lists that keep memory up, and how many values of each."""
+
 LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'
 """What a compiled program can ask for instead of an error; a region outside of one has no such option."""
 
@@ -96,9 +104,7 @@ def explain_minimum(
         + ", where these are alive:",
         *(f"  {mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
     ]
-    insisted = kept_by_policy(problem, {m.node for m in alive})
-    if insisted:
-        lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
+    lines += policies_that_keep(problem, alive)
     lines.append(
         f"Give at least {max(least, SMALLEST_BYTES)} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
         "smaller batches lower it, too."
@@ -106,10 +112,47 @@ def explain_minimum(
     return "\n".join(lines)
 
 
-def kept_by_policy(problem: FlowProblem, alive: set[int]) -> list[int]:
-    """Those of the nodes alive whose values a policy insists on keeping."""
-    values = (problem.value_of[i] for i in sorted(alive) if i in problem.value_of)
-    return [problem.bases[v] for v in values if problem.constraint(v).no_recompute is Reason.POLICY_SAVE]
+def policies_that_keep(problem: FlowProblem, alive: Sequence[Memory]) -> list[str]:
+    """Which policies insist on keeping something of what is alive, and what: a line for each, the largest first."""
+    kept: dict[str, list[Memory]] = {}
+    for memory in alive:
+        v = problem.value_of.get(memory.node)
+        if v is not None and problem.constraint(v).no_recompute in (Reason.POLICY_SAVE, Reason.POLICY_OFFLOAD):
+            kept.setdefault(_insists(problem.graph.nodes[problem.bases[v]]), []).append(memory)
+    if not kept:
+        return []
+    ranked = sorted(kept, key=lambda policy: -_total(kept[policy]))
+    rows = [f"  {mib(_total(kept[policy])):>10}  {policy}: {_named(problem, kept[policy])}" for policy in ranked]
+    rest = [f"  and {len(rows) - MOST_POLICIES} more policies"] if len(rows) > MOST_POLICIES else []
+    total = sum(map(_total, kept.values()))
+    return [f"Policies insist on keeping {mib(total)} of that:", *rows[:MOST_POLICIES], *rest]
+
+
+def _insists(node: fx.Node) -> str:
+    """Whose answer it is that keeps a value, and what it was."""
+    region, answer = region_of(node), policy_of(node)
+    asked = "a policy of torch.utils.checkpoint" if region is None else region.policy
+    return f"{asked} says {answer.name if answer is not None else Reason.POLICY_SAVE.value}"
+
+
+def _named(problem: FlowProblem, kept: Sequence[Memory]) -> str:
+    """The largest of some values, with the line that computes the first and the regions that they are in."""
+    nodes = [problem.graph.nodes[memory.node] for memory in sorted(kept, key=lambda m: -m.num_bytes)]
+    regions = list(dict.fromkeys(region.path for node in nodes if (region := region_of(node)) is not None))
+    rest = len(nodes) - MOST_NAMED
+    names = ", ".join(f"`{node.name}`" for node in nodes[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    source = source_line(nodes[0].stack_trace or "")
+    return "".join([names, _regions_text(regions), f", {source}" if source else ""])
+
+
+def _regions_text(paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    return f" in region {paths[0]}" if len(paths) == 1 else f" in {len(paths)} regions from {paths[0]} to {paths[-1]}"
+
+
+def _total(memories: Iterable[Memory]) -> int:
+    return sum(memory.num_bytes for memory in memories)
 
 
 def mib(num_bytes: int) -> str:

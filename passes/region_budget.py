@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from .budget import Budget, explain_minimum, kept_by_policy, mib
+from .budget import Budget, explain_minimum, mib, policies_that_keep
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .plan import RegionShare
@@ -117,10 +117,7 @@ def _explain(problem: FlowProblem, storages: Storages, limits: Limits, region: i
         + ", where these of the region are alive:",
         *(f"  {mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
     ]
-    insisted = kept_by_policy(problem, {m.node for m in alive})
-    if insisted:
-        lines.append("A policy insists on keeping " + ", ".join(f"`{graph.nodes[i].name}`" for i in insisted[:5]) + ".")
-    return "\n".join(lines)
+    return "\n".join([*lines, *policies_that_keep(problem, alive)])
 
 
 def _lowest(planner: SharePlanner, budget: Budget, budget_bytes: int) -> Offer:

@@ -198,20 +198,42 @@ def test_minimum_is_taken_with_a_warning_where_asked(stack: Any) -> None:
     assert _peak(compiled, model) < 0.5 * _peak(_compiled(loss), model)
 
 
-def test_policy_that_keeps_the_minimum_up_is_named(stack: Any) -> None:
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> remat.CheckpointPolicy:
+    policy = remat.CheckpointPolicy
+    return policy.MUST_SAVE if op is torch.ops.aten.addmm.default else policy.PREFER_RECOMPUTE
+
+
+def test_policies_that_keep_the_minimum_up_are_named_with_line_bytes_and_regions(stack: Any) -> None:
     model, _ = stack
     x = torch.randn(4096, 32)
-    keep = remat.checkpoint_region(policy=remat.policies.save_ops([torch.ops.aten.addmm.default]))
+    regions = [remat.checkpoint_region(policy=keep_products, name="mine")] * 3
+    regions += [remat.checkpoint_region(policy=remat.policies.save_matmuls(), name="other")]
 
     def loss() -> torch.Tensor:
         h = x
-        for block in model:
+        for keep, block in zip(regions, model, strict=False):
             h = keep(block.forward)(h)
         return h.square().mean()
 
     with pytest.raises(BackendCompilerFailed) as caught:
         _compiled(loss, memory_budget=0.01)()
-    assert "A policy insists on keeping `addmm" in str(caught.value.inner_exception)
+    text = str(caught.value.inner_exception)
+    assert re.search(r"Policies insist on keeping \d+\.\d\d MiB of that:\n", text), text
+    line = keep_products.__code__.co_firstlineno
+    mine = rf"MiB  keep_products \({__file__}:{line}\) says MUST_SAVE: `addmm.*` and \d+ more in 3 regions from mine to"
+    assert re.search(mine, text), text
+    assert re.search(r"MiB  save_matmuls\(\) says MUST_SAVE: `addmm_\d+`.* in region other", text), text
+    stated = [float(number) for number in re.findall(r"(\d+\.\d\d) MiB  (?:keep_products|save_matmuls)", text)]
+    total = re.search(r"keeping (\d+\.\d\d) MiB", text)
+    assert total is not None
+    assert sum(stated) == pytest.approx(float(total[1]), abs=0.02)
+
+
+def test_minimum_without_policies_names_none(stack: Any) -> None:
+    _, loss = stack
+    with pytest.raises(BackendCompilerFailed) as caught:
+        _compiled(loss, memory_budget=0.001)()
+    assert "insist" not in str(caught.value.inner_exception)
 
 
 # --- stored plans ------------------------------------------------------------------------------------------------

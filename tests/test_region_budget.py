@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -257,8 +258,10 @@ def test_budget_below_the_minimum_names_region_share_and_op() -> None:
 def test_policy_that_keeps_a_share_up_is_named() -> None:
     model = made(Stack)
     remat.apply(model, "", memory_budget="40KiB", policy=save_narrow)
-    with pytest.raises(Exception, match=r"A policy insists on keeping .*`gelu"):
+    with pytest.raises(Exception, match="lowest share found") as caught:
         compiled(model)(batch())
+    line = save_narrow.__code__.co_firstlineno
+    assert re.search(rf"MiB  save_narrow \({__file__}:{line}\) says MUST_SAVE: .*`gelu", str(caught.value))
 
 
 def test_lowest_plan_is_taken_if_asked_for(tmp_path: Path) -> None:
