@@ -1,6 +1,8 @@
 """Pure graph work: a joint FX graph in, a plan and two FX graphs out. In data-flow order:
 
     dropout         taken apart where ops run one by one, so that its mask can be kept alone
+    losses          copied out of the memory of what they sum up, where ops run one by one
+    gradients       laid out like their parameters as soon as they are there, not at the end of backward
     ports           a stand-in for what leaves a region, which the outside reads (region_tag: what nodes say of regions)
     joint_graph     who computes what, on which side it may run, what backward needs
     constraints     what may be saved, what may be recomputed, and why not

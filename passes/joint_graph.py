@@ -91,7 +91,7 @@ class JointGraph:
     def classify(module: fx.GraphModule, num_fwd_outputs: int) -> JointGraph:
         """Find duplicates, roles and needs of a joint graph."""
         *nodes, output = module.graph.nodes
-        outputs = _leaves(output.args[0])
+        outputs = leaves(output.args[0])
         if not 0 <= num_fwd_outputs <= len(outputs):
             raise ValueError(f"num_fwd_outputs={num_fwd_outputs}, but the joint graph has {len(outputs)} outputs")
         facts = tuple(facts_of_call(n.target, n.args, n.kwargs) if n.op == "call_function" else None for n in nodes)
@@ -185,17 +185,18 @@ def backward_inputs(graph: JointGraph) -> list[int]:
     ]
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
+    """What nested lists and tuples hold, in order."""
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _leaves(item)]
+        return [leaf for item in value for leaf in leaves(item)]
     return [value]
 
 
 def output_descriptors(module: fx.GraphModule) -> list[Any]:
     """What AOTAutograd says of each output of a joint graph; Nones where it says nothing."""
     output = module.graph.output_node()
-    descriptors = _leaves(output.meta["desc"]) if "desc" in output.meta else []
-    return descriptors or [None] * len(_leaves(output.args[0]))
+    descriptors = leaves(output.meta["desc"]) if "desc" in output.meta else []
+    return descriptors or [None] * len(leaves(output.args[0]))
 
 
 def _forward_output(value: Any) -> Any:

@@ -80,6 +80,10 @@ class OpFacts:
     """Returns memory with nothing in it yet: two results are two buffers, however alike the calls."""
     is_scatter: bool = False
     """Writes some elements of its result after others: compilers give it memory, whoever reads it."""
+    copies_storage: bool = False
+    """Its own kernel copies all of the storage that its first input is a view of."""
+    holds_elements: bool = False
+    """A sum that its own kernel returns in memory as large as its first input."""
     is_concatenation: bool = False
     """Puts its result together from several inputs."""
     is_exponential: bool = False
@@ -205,8 +209,12 @@ _SEEDED = _names(
 _SCATTERS = _names("scatter scatter_add scatter_reduce index_put _unsafe_index_put index_add index_copy masked_scatter")
 _CONCATENATIONS = _names("cat stack")
 _EXPONENTIALS = _names("exp sigmoid silu")
-# Its kernel returns its input's storage although the schema does not say so.
-_SILENT_VIEWS = _names("_unsafe_view _reshape_alias")
+# Their kernels return their input's storage although the schemas do not say so.
+_SILENT_VIEWS = _names("_unsafe_view _reshape_alias unsafe_split unsafe_split_with_sizes unsafe_chunk")
+# Their kernels copy all of the storage that their first input is a view of, run one by one.
+_WHOLE_COPIES = _names("copy slice_scatter select_scatter diagonal_scatter as_strided_scatter")
+# Their kernels write the loss of each element to memory, sum that up, and return the sum in the same memory.
+_HOLDING_ELEMENTS = _names("mse_loss smooth_l1_loss binary_cross_entropy soft_margin_loss")
 # Libraries whose every op talks to other ranks, or acts on storages, streams or generators behind the graph's back.
 COLLECTIVE_NAMESPACES = frozenset(
     ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor", "symm_mem"]
@@ -270,6 +278,8 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_discrete=name in _DISCRETE or f"{name}.{op._overloadname}" in _DISCRETE_OVERLOADS,
         is_uninitialized=name in _UNINITIALIZED,
         is_scatter=name in _SCATTERS,
+        copies_storage=name in _WHOLE_COPIES,
+        holds_elements=name in _HOLDING_ELEMENTS,
         is_concatenation=name in _CONCATENATIONS,
         is_exponential=name in _EXPONENTIALS,
         is_convolution=name in _CONVOLUTIONS,

@@ -15,8 +15,10 @@ from .dropout import take_dropout_apart
 from .extract import extract
 from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
+from .gradients import lay_out_gradients
 from .joint_graph import JointGraph
 from .kernels import Held, held_between
+from .losses import copy_losses_out
 from .masks import keep_as_bytes
 from .offload import offload_values
 from .plan import Plan
@@ -85,6 +87,8 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     """Find out what a joint graph computes, what may be done with it, and what that costs."""
     if not request.fuses:
         take_dropout_apart(joint)
+        copy_losses_out(joint)
+    lay_out_gradients(joint, num_fwd_outputs)
     open_ports(joint)
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)

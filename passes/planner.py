@@ -21,7 +21,7 @@ from .narrow import End, narrow
 from .schedule import Schedule, Scheduler
 from .search import by_peak
 from .simulate import Simulation, Simulator
-from .squeeze import Squeezer
+from .squeeze import SQUEEZED_TO, Squeezer
 from .storage import Storages
 
 ROUNDS_TO_MINIMUM = 4
@@ -309,7 +309,7 @@ class Planner:
         stage = highest.index(peak)
         while stage + 1 < len(highest) and highest[stage + 1] >= AS_HIGH * peak:
             stage += 1
-        return stage
+        return min(stage, len(own) - 1)  # nothing is alive where all sizes are 0, as high as anywhere
 
     def _chain_offers(self, budget_bytes: int) -> Iterator[Offer]:
         """Look for the most memory that the chain planner may believe in so that its plan really fits."""
@@ -382,10 +382,22 @@ class Planner:
             if lower.peak_bytes == lowest.peak_bytes:
                 break
             lowest = lower
+        if self.improver.is_small:
+            lowest = self._sought_below(lowest)
         if not self.may_squeeze:
             return lowest
         low_cut = min(self.dearer_cuts, key=by_peak, default=lowest)
         return min((self.squeezer.squeeze_out(start) for start in (lowest, low_cut)), key=by_peak)
+
+    def _sought_below(self, lowest: Offer) -> Offer:
+        """Look for schedules within less, as one does within a budget, as long as there are any."""
+        parts = list(SQUEEZED_TO)
+        while parts:
+            lower = min((lowest, *self._searched(int(parts[0] * lowest.peak_bytes))), key=by_peak)
+            if lower is lowest:
+                parts.pop(0)
+            lowest = lower
+        return lowest
 
     @property
     def may_squeeze(self) -> bool:

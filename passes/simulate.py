@@ -238,8 +238,10 @@ class Simulator:
         run(schedule.forward)
         ends = {current[i]: False for i in self.forward_outputs if current[i] >= 0}
         run(schedule.events)
-        gradients = [current[i] for i in self.backward_outputs if current[i] >= 0]
-        return reads, {**{moment: moment >= num_forward for moment in gradients}, **ends}
+        left_over = self.storages.left_over
+        gradients = {current[i]: i not in left_over for i in self.backward_outputs if current[i] >= 0}
+        finished = {moment: is_finished and moment >= num_forward for moment, is_finished in gradients.items()}
+        return reads, {**finished, **ends}
 
     def _write_what_reads_much(
         self, order: Sequence[int], reads: Sequence[tuple[int, ...]], written: list[bool], num_forward: int

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .constraints import base_is_viewed
+from .constraints import base_is_viewed, base_of
+from .gradients import gradients_of, is_taken_over
 from .joint_graph import JointGraph, Role, tensor_of
+from .losses import holds_elements
 from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from .overwrite import hides_sharing, overwritable
 from .symbols import Sizes, terms_of
@@ -69,6 +71,8 @@ class Storages:
     overwrites: tuple[tuple[int, ...], ...]
     """The inputs to whose memory the node may write its result if nobody reads them later; none unless what runs the
     graph can be told so."""
+    left_over: frozenset[int]
+    """Gradients that autograd copies at the end of backward: they stay in memory until then."""
     workspace: Mapping[int, tuple[int, int]]
     """Memory that nodes take only while they run, as in `own_bytes` and `own_sizes`: what an allocator sees, and one
     who watches results does not."""
@@ -78,7 +82,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
     """Find the memory of every node's result, as an executor would give it that fuses, overwrites, or does neither."""
     sizes = Sizes.find(graph.nodes) if sizes is None else sizes
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
-    own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes) for i, (base, _) in enumerate(shared)])
+    own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes, fuses) for i, (base, _) in enumerate(shared)])
     kinds = [_kind(graph, i) if fuses else None for i in range(len(graph.nodes))]
     deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
     groups_loops = fuses and _runs_on_cpu(graph)
@@ -100,6 +104,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
         groups_loops=groups_loops,
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
         overwrites=_overwrites(graph, [base for base, _ in shared]) if overwrites else ((),) * len(graph.nodes),
+        left_over=frozenset(_left_over(graph)),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )
 
@@ -123,6 +128,12 @@ def storages_at(storages: Storages, sizes: Sizes) -> Storages:
     table = sizes.table
     workspace = {i: (sizes.value_of_terms(table[size]), size) for i, (_, size) in storages.workspace.items()}
     return replace(storages, sizes=sizes, own_bytes=_as_bytes(storages.own_sizes, sizes), workspace=workspace)
+
+
+def _left_over(graph: JointGraph) -> Iterator[int]:
+    for gradient, value in gradients_of(graph.module, len(graph.forward_outputs)):
+        if not is_taken_over(gradient, value):
+            yield graph.resolve(gradient)
 
 
 def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -217,10 +228,22 @@ def _shared(graph: JointGraph, i: int) -> tuple[int, int]:
     return -1, -1
 
 
-def _own_sizes(graph: JointGraph, i: int, sizes: Sizes) -> tuple[int, ...]:
+def _own_sizes(graph: JointGraph, i: int, sizes: Sizes, fuses: bool) -> tuple[int, ...]:
     if graph.roles[i] in (Role.INPUT, Role.BACKWARD_INPUT, Role.CONSTANT, Role.DEAD):
         return ()
+    like = None if fuses else _in_memory_like(graph, i)
+    if like is not None:
+        return (size_of(like, sizes),)
     return tuple([size_of(leaf, sizes) for leaf in _tensors(graph.nodes[i].meta.get("val"))])
+
+
+def _in_memory_like(graph: JointGraph, i: int) -> torch.Tensor | None:
+    """What has as much memory as a node's result, where a kernel of its own takes more than the result's elements."""
+    op = graph.facts[i]
+    if op is None or not (op.copies_storage or holds_elements(graph.nodes[i])):
+        return None
+    first = graph.inputs[i][0]
+    return tensor_of(graph.nodes[base_of(graph, first) if op.copies_storage else first])
 
 
 def _as_bytes(own_sizes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[tuple[int, ...], ...]:

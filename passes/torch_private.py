@@ -64,6 +64,7 @@ from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
     BackwardTokenAOTInput,
+    GradAOTOutput,
     InputMutationAOTOutput,
     PhiloxBackwardBaseOffsetAOTInput,
     PhiloxBackwardSeedAOTInput,
@@ -116,6 +117,7 @@ __all__ = [
     "FakeTensor",
     "FunctionalTensor",
     "Generator",
+    "GradAOTOutput",
     "HigherOrderOperator",
     "InputMutationAOTOutput",
     "OpOverload",
@@ -491,6 +493,11 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 def statically_equal(a: Any, b: Any) -> bool:
     """True if two sizes are known to be equal, whatever the values of their symbols; adds no guard."""
     return statically_known_true(a == b)
+
+
+def statically_at_least(a: Any, b: Any) -> bool:
+    """True if a size is known to be no smaller than another, whatever the values of their symbols; adds no guard."""
+    return statically_known_true(a >= b)
 
 
 def symbols_of(value: object) -> list[sympy.Symbol]:

@@ -13,11 +13,11 @@ import remat
 TORCHS = f'File "{Path(torch.__file__).parent / "nn" / "functional.py"}", line 7, in f\n'
 OURS = f'File "{Path(remat.__file__).parent / "region.py"}", line 5, in __call__\n'
 OF_PASSES = f'File "{Path(remat.passes.__file__).parent / "plan.py"}", line 6, in g\n'
-USERS = 'File "/home/me/train.py", line 3, in step\n  File "/home/me/model.py", line 4, in forward\n'
+USERS = 'File "/srv/train.py", line 3, in step\n  File "/srv/model.py", line 4, in forward\n'
 
 
 def test_it_is_the_innermost_line_that_is_neither_torchs_nor_remats() -> None:
-    assert source_line(USERS + OURS + OF_PASSES + TORCHS) == "/home/me/model.py:4"
+    assert source_line(USERS + OURS + OF_PASSES + TORCHS) == "/srv/model.py:4"
 
 
 def test_it_is_torchs_where_no_line_is_the_users() -> None:
