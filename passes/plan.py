@@ -6,13 +6,15 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from .constraints import Reason
-from .files import parsed_file
+from .fields import NOT_STORED, Damaged, is_stored, read, refused, shown
+from .files import parsed_file, replace_file
+from .plan_claims import check_claims
 from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
 from .symbols import SizeSymbol
@@ -164,6 +166,8 @@ class Plan:
     """What no plan within the budget undercuts, by the cost model; None without a budget, or if this one exceeds it."""
     times: TimeExpressions | None = None
     """Times at other sizes; None if no size is a symbol, or nobody asked."""
+    file: str = field(default="", compare=False, metadata=NOT_STORED)
+    """Where it was read from, for messages; empty if it was made by this process."""
 
     @property
     def num_nodes(self) -> int:
@@ -198,16 +202,14 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, one decision a line, fit for diffs."""
         data = {"format": FORMAT, **asdict(self), "decisions": [_decision_to_dict(d) for d in self.decisions]}
-        fields = (f"  {json.dumps(name)}: {_json_rows(value)}" for name, value in data.items())
-        return "{\n" + ",\n".join(fields) + "\n}\n"
+        left_out = {field.name for field in fields(self) if not is_stored(field)}
+        rows = (f"  {json.dumps(name)}: {_json_rows(value)}" for name, value in data.items() if name not in left_out)
+        return "{\n" + ",\n".join(rows) + "\n}\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read what `to_json` wrote, or the plan of a report that has one graph."""
-        plans = plans_from_json(text)
-        if len(plans) != 1:
-            raise ValueError(f"this is a report of {len(plans)} graphs; a plan is for one")
-        return plans[0]
+        return _only_plan(text, "")
 
     def at(self, sizes: Mapping[str, int]) -> Plan:
         """The plan with bytes, peak and times as they are at other sizes, by the names of its symbols."""
@@ -215,15 +217,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there already is replaced as a whole."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(target)
+        replace_file(path, self.to_json())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote."""
-        return parsed_file(path, Plan.from_json)
+        return parsed_file(path, partial(_only_plan, file=os.fspath(path)))
 
     def summary(self, top: int = 10) -> str:
         """A dozen lines for a terminal: totals, the peak, then the largest saved values."""
@@ -269,30 +268,43 @@ class Plan:
         return self.summary()
 
 
-def plans_from_json(text: str) -> tuple[Plan, ...]:
-    """Read a plan, or all plans of a report."""
+def _only_plan(text: str, file: str) -> Plan:
+    plans = plans_from_json(text, file)
+    if len(plans) != 1:
+        raise ValueError(f"this is a report of {len(plans)} graphs; a plan is for one")
+    return plans[0]
+
+
+def plans_from_json(text: str, file: str = "") -> tuple[Plan, ...]:
+    """Read a plan, or all plans of a report; `file` is where the text comes from."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"this is no plan: {error}") from error
     if not isinstance(data, dict) or "format" not in data:
         raise ValueError("this is no plan: a plan is a JSON object that says its format")
     if "graphs" not in data:
-        return (_checked_plan(data),)
+        return (_checked_plan(data, "", file),)
     try:
         found = [graph["plan"] for graph in data["graphs"]]
     except (KeyError, TypeError) as error:
         raise ValueError("this is no plan, and no report that holds plans") from error
-    return tuple(_checked_plan(plan) for plan in found)
+    return tuple(_checked_plan(plan, f"graphs[{number}].plan.", file) for number, plan in enumerate(found))
 
 
-def _checked_plan(data: dict[str, Any]) -> Plan:
-    if data.get("format") not in READABLE:
-        raise ValueError(f"this plan has format {data.get('format')!r}; this version of remat reads format {FORMAT}")
+def _checked_plan(data: Any, path: str, file: str) -> Plan:
+    """A plan all of whose fields hold what they are to hold; `path` is what their names begin with in its file."""
+    if not isinstance(data, dict):
+        raise ValueError(f"this plan is damaged: {refused(path.removesuffix('.'), data, 'an object with fields')}")
+    number = data.get("format")
+    if isinstance(number, bool) or number not in READABLE:
+        raise ValueError(f"this plan has format {shown(number)}; this version of remat reads format {FORMAT}")
     try:
-        return _plan_from_dict({name: value for name, value in data.items() if name != "format"})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"this plan is damaged: {error}") from error
+        plan = read(Plan, {name: value for name, value in data.items() if name != "format"})
+        check_claims(plan)
+    except Damaged as error:
+        raise ValueError(f"this plan is damaged: {path}{error}") from error
+    return replace(plan, file=file)
 
 
 def mebibytes(num_bytes: int) -> str:
@@ -309,33 +321,6 @@ def _json_rows(value: Any) -> str:
 
 def _decision_to_dict(decision: Decision) -> dict[str, Any]:
     return {**asdict(decision), "action": decision.action.name, "reason": decision.reason.name}
-
-
-def _decision_from_dict(data: dict[str, Any]) -> Decision:
-    return Decision(**{**data, "action": Action[data["action"]], "reason": Reason[data["reason"]]})
-
-
-def _range_from_dict(data: dict[str, Any]) -> SymbolRange:
-    return SymbolRange(**{**data, "sampled": tuple(data.get("sampled", ()))})
-
-
-def _plan_from_dict(data: dict[str, Any]) -> Plan:
-    peak = {**data["peak"], "alive": tuple((str(name), int(size)) for name, size in data["peak"]["alive"])}
-    return Plan(
-        **{
-            **data,
-            "decisions": tuple(_decision_from_dict(d) for d in data["decisions"]),
-            "order": tuple(data["order"]),
-            "phases": tuple(data["phases"]),
-            "graph": tuple(data["graph"]),
-            "peak": PredictedPeak(**peak),
-            "shares": tuple(RegionShare(**share) for share in data.get("shares", ())),
-            "symbols": tuple(SizeSymbol(**symbol) for symbol in data.get("symbols", ())),
-            "ranges": tuple(_range_from_dict(found) for found in data.get("ranges", ())),
-            "guards": tuple(str(guard) for guard in data.get("guards", ())),
-            "times": None if data.get("times") is None else TimeExpressions(**data["times"]),
-        }
-    )
 
 
 def module_path(nn_module_stack: dict[str, Any] | None) -> str:
