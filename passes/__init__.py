@@ -20,11 +20,13 @@
     verify          plans and graphs checked against the rules, always
     offload         saved values that wait in host memory, or in a file (disk: the file, disk_op: the op that fills it)
     masks           saved masks that wait as bytes, which vectorised loops read and write faster
+    stored          plans made earlier, applied again (stored_check: each does what it says)
     partition       the pipeline above, on one screen
     kernels         the peak of what a compiler has made of it, to be compared with the budget (inductor_kernels: read
                     off inductor, fusion: what it is told so that the plan's order stays)
 
 Shared by all: op_facts (what is known of operators), expressions (of sizes, as text), policy, name_op, source (where a
-node comes from), errors, fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators,
+node comes from), errors, fields (of stored data, checked; plan_claims: those of plans against each other), fingerprint
+(cache keys), torch_private (every private import). Nothing here knows decorators,
 `torch.compile` or global settings.
 """

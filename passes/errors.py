@@ -23,7 +23,7 @@ class InfeasibleBudget(RematError):
 
 
 class PlanMismatch(RematError):
-    """A stored plan was made for another graph."""
+    """A stored plan was made for another graph, or does not do what it says."""
 
 
 class RankMismatch(RematError):

@@ -101,7 +101,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
 def choose(prepared: Prepared, request: Request) -> Chosen:
     """Plan afresh, or find the stored plan that was made for this graph."""
     if request.stored:
-        return apply_plan(prepared.problem, request.stored, prepared.storages.sizes)
+        return apply_plan(prepared.problem, request.stored, prepared.storages, request.key)
     problem, storages = prepared.problem, prepared.storages
     shares = Shares.find(problem.graph)
     if request.budget is not None or shares.budgets:
