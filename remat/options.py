@@ -165,18 +165,21 @@ def _plans(value: Any) -> tuple[Plan, ...]:
     if value is None:
         return ()
     items = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(plan for item in items for plan in _plan(item))
+    plans = tuple(plan for item in items for plan in _plan(item))
+    if not plans:
+        raise OptionError(f"plan={value!r} holds no plan; to plan afresh leave the option out, or say None")
+    return plans
 
 
 def _plan(value: Any) -> tuple[Plan, ...]:
     if isinstance(value, Plan):
         return (value,)
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise OptionError(
             f"plan={value!r}: expected a Plan, the path of a plan that Plan.save wrote, or a list of them"
         )
     try:
-        return plans_from_json(Path(value).read_text(encoding="utf-8"))
+        return plans_from_json(Path(value).read_text(encoding="utf-8"), os.fspath(value))
     except (OSError, ValueError) as error:
         raise OptionError(f"plan={os.fspath(value)!r} cannot be read: {error}") from error
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from joints import capture
 from remat.passes.cost import Flops
-from remat.passes.errors import PlanMismatch
+from remat.passes.errors import OptionError, PlanMismatch
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import Action, Plan, RegionShare
 from torch import nn
@@ -23,6 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
 from remat.collecting import collected
+from remat.options import Options
 
 Data = dict[str, Any]
 Keys = tuple[str | int, ...]
@@ -542,6 +543,18 @@ def test_plan_made_under_another_policy_says_that_policies_count() -> None:
 
 
 # --- options and files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [[], ()])
+def test_no_plan_is_not_taken_for_no_option(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"plan=.*holds no plan; to plan afresh leave the option out"):
+        Options.parse({"plan": value})
+
+
+@pytest.mark.parametrize("value", ["", [""]])
+def test_empty_path_of_a_plan_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"plan='': expected a Plan, the path of a plan"):
+        Options.parse({"plan": value})
 
 
 def test_plan_that_cannot_be_saved_says_which_folder_is_not_there(tmp_path: Path) -> None:
