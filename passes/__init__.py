@@ -8,7 +8,8 @@
     constraints     what may be saved, what may be recomputed, and why not
     symbols         a number for every size that is a symbol, and bytes as polynomials of them
     cost            seconds to recompute, seconds to keep (op_call: what a cost depends on, uses: who reads the result)
-    choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan)
+    choose          the flow problem, its cheapest cut (min_cut), the plan with a reason per value (plan; keeping:
+                    what would go if one value more were kept, which tells what is done for a budget only)
                     with budgets: budget plans for the graph's, region_budget for those of regions (shares: what they
                     bound, share_planner: how they are met)
                     with symbols: ranges plans for a range of sizes (peaks: the peak as an expression, unknown_sizes:

@@ -14,6 +14,7 @@ from .constraints import Reason, base_is_viewed
 from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph, tensor_of
+from .keeping import Runs
 from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
@@ -42,6 +43,11 @@ class Picked:
     """What it was compared with."""
     least_ticks: int | None = None
     """What no schedule within the budget of the whole graph undercuts; None if it has none, or exceeds it."""
+
+    @property
+    def has_budget(self) -> bool:
+        """It was made to keep within a budget, of the graph or of a region."""
+        return self.budget_bytes is not None or bool(self.shares)
 
     def shares_in(self, graph: JointGraph, simulation: Simulation) -> tuple[RegionShare, ...]:
         """What the regions with a budget take in another simulation of the same schedule."""
@@ -97,7 +103,7 @@ def write_plan(
     """Write down what a schedule does with every value; `peak` if that is known in terms of symbols already."""
     graph, offer, sizes = problem.graph, picked.offer, storages.sizes
     plan = Plan(
-        decisions=decisions_of(problem, offer.schedule, sizes),
+        decisions=decisions_of(problem, offer.schedule, sizes, has_budget=picked.has_budget),
         order=tuple(graph.nodes[i].name for i in offer.schedule.events),
         phases=offer.schedule.phases,
         peak=_peak(graph, offer.simulation, sizes, peak, fuses=any(storages.is_fused)),
@@ -135,13 +141,14 @@ def _peak(
     )
 
 
-def decisions_of(problem: FlowProblem, schedule: Schedule, sizes: Sizes) -> tuple[Decision, ...]:
+def decisions_of(problem: FlowProblem, schedule: Schedule, sizes: Sizes, *, has_budget: bool) -> tuple[Decision, ...]:
     """Say for every value that backward uses what a schedule does with it, and why, in graph order."""
     repeats = Counter(schedule.events)
     received = _received_values(problem, schedule)
     rows = [(v, i) for v, i in enumerate(problem.bases) if v in received or repeats[i]]
     expressions = _byte_expressions(problem.graph, [i for _, i in rows], sizes)
-    return tuple([_decision(problem, v, v in received, repeats, expressions) for v, _ in rows])
+    reasons = _Reasons(problem, _BudgetReasons(problem, schedule) if has_budget else None)
+    return tuple([_decision(problem, v, v in received, repeats, expressions, reasons) for v, _ in rows])
 
 
 def _byte_expressions(graph: JointGraph, positions: Sequence[int], sizes: Sizes) -> dict[int, str]:
@@ -160,7 +167,12 @@ def _received_values(problem: FlowProblem, schedule: Schedule) -> Collection[int
 
 
 def _decision(
-    problem: FlowProblem, v: int, is_saved: bool, repeats: Mapping[int, int], expressions: Mapping[int, str]
+    problem: FlowProblem,
+    v: int,
+    is_saved: bool,
+    repeats: Mapping[int, int],
+    expressions: Mapping[int, str],
+    reasons: _Reasons,
 ) -> Decision:
     i = problem.bases[v]
     node, costs = problem.graph.nodes[i], problem.costs
@@ -168,7 +180,7 @@ def _decision(
         value=node.name,
         op=str(node.target),
         action=_action(node, is_saved),
-        reason=_reason(problem, v, is_saved),
+        reason=reasons.of(v, is_saved),
         num_bytes=costs.num_bytes[i],
         expression=expressions.get(i, ""),
         save_seconds=costs.save_ticks[i] / TICKS_PER_SECOND,
@@ -186,16 +198,57 @@ def _action(node: fx.Node, is_saved: bool) -> Action:
     return Action.OFFLOAD if is_offloaded(node) else Action.SAVE
 
 
-def _reason(problem: FlowProblem, v: int, is_saved: bool) -> Reason:
-    i, constraint = problem.bases[v], problem.constraint(v)
-    if constraint.prefers is not None and constraint.no_save is None and constraint.no_recompute is None:
+class _BudgetReasons:
+    """What a plan for a budget does against the prices."""
+
+    def __init__(self, problem: FlowProblem, schedule: Schedule) -> None:
+        self.problem, graph = problem, problem.graph
+        self.kept_anyway = frozenset(problem.saved(problem.cheapest))
+        """What is kept without a budget, too."""
+        results = [graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)]
+        self.runs = Runs.of(schedule.events, graph.inputs.__getitem__, self._base_of, results)
+
+    def _base_of(self, i: int) -> int | None:
+        v = self.problem.value_of.get(i)
+        return None if v is None else self.problem.bases[v]
+
+    def is_dearer(self, i: int) -> bool:
+        """True if keeping a recomputed value would take less time, all else being as it is."""
+        costs = self.problem.costs
+        left = costs.save_ticks[i]
+        for freed in self.runs.freed_by_keeping(i):
+            left -= (costs.recompute_ticks if freed.is_run else costs.save_ticks)[freed.node]
+            if left < 0:
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reasons:
+    """Says why values are kept or recomputed."""
+
+    problem: FlowProblem
+    budget: _BudgetReasons | None
+    """None if the schedule is the cheapest cut."""
+
+    def of(self, v: int, is_saved: bool) -> Reason:
+        """Say why one value is."""
+        constraint = self.problem.constraint(v)
+        if constraint.prefers is not None and constraint.no_save is None and constraint.no_recompute is None:
+            if is_saved:
+                return constraint.prefers if constraint.prefers is Reason.POLICY_SAVE else Reason.AGAINST_RECOMPUTE
+            return constraint.prefers if constraint.prefers is Reason.POLICY_RECOMPUTE else Reason.AGAINST_SAVE
         if is_saved:
-            return constraint.prefers if constraint.prefers is Reason.POLICY_SAVE else Reason.AGAINST_RECOMPUTE
-        return constraint.prefers if constraint.prefers is Reason.POLICY_RECOMPUTE else Reason.AGAINST_SAVE
-    if is_saved:
-        return constraint.no_recompute or Reason.ON_CUT
-    if constraint.no_save is not None:
-        return constraint.no_save
-    if base_is_viewed(problem.graph, i):
-        return Reason.VIEW
-    return Reason.BACKWARD_ONLY if problem.graph.roles[i] is Role.EITHER else Reason.OFF_CUT
+            return constraint.no_recompute or self._why_saved(self.problem.bases[v])
+        return constraint.no_save or self._why_recomputed(self.problem.bases[v])
+
+    def _why_saved(self, i: int) -> Reason:
+        is_on_cut = self.budget is None or i in self.budget.kept_anyway
+        return Reason.ON_CUT if is_on_cut else Reason.ON_FOR_BUDGET
+
+    def _why_recomputed(self, i: int) -> Reason:
+        if base_is_viewed(self.problem.graph, i):
+            return Reason.VIEW
+        if self.problem.graph.roles[i] is Role.EITHER:
+            return Reason.BACKWARD_ONLY
+        return Reason.OFF_FOR_BUDGET if self.budget is not None and self.budget.is_dearer(i) else Reason.OFF_CUT

@@ -36,6 +36,8 @@ class Reason(Enum):
 
     ON_CUT = "on the cheapest cut"
     OFF_CUT = "cheaper to recompute than to keep"
+    ON_FOR_BUDGET = "kept by the plan that was made for the budget"
+    OFF_FOR_BUDGET = "recomputed to keep within the budget"
     BACKWARD_ONLY = "only backward needs it"
     VIEW = "a view of another value"
     NOT_A_TENSOR = "not a tensor; its parts are saved instead"

@@ -103,6 +103,11 @@ class FlowProblem:
         total_bytes = sum(self.costs.num_bytes)
         return sum(self.costs.save_ticks) / total_bytes if total_bytes else 0.0
 
+    @cached_property
+    def cheapest(self) -> Cut:
+        """The cheapest legal choice if memory costs nothing."""
+        return self.cut()
+
     def cut(self, ticks_per_byte: float = 0.0, kept: Collection[int] = (), unpriced: Collection[int] = ()) -> Cut:
         """Find the cheapest legal choice if every kept byte costs extra, except those of `unpriced` values.
 

@@ -19,12 +19,12 @@ from .plan_sizes import plan_at, size_lines, sizes_text
 from .source import source_line as source_line
 from .symbols import SizeSymbol
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON form; a reader refuses what it does not know."""
 
-READABLE = (2, 3, 4, FORMAT)
+READABLE = (2, 3, 4, 5, FORMAT)
 """Format 2 had nothing to say of sizes that are symbols, format 3 nothing of times at other sizes, format 4 nothing of
-what no plan within the budget undercuts."""
+what no plan within the budget undercuts, format 5 nothing of what is done for a budget only, and of views."""
 
 
 class Action(Enum):

@@ -100,7 +100,7 @@ class Planner:
     def fastest(self) -> Offer:
         """The plain cut: the cheapest plan if memory costs nothing."""
         problem = self.problem
-        saved = problem.saved(problem.cut())
+        saved = problem.saved(problem.cheapest)
         return self._offer(self.scheduler.backward(saved), "cut")
 
     @cached_property

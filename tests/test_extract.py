@@ -124,7 +124,7 @@ def test_plan_survives_json() -> None:
 
 
 def test_plan_of_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 5"):
+    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 6"):
         Plan.from_json('{"format": 99}')
 
 

@@ -351,6 +351,54 @@ def test_why_of_a_recomputed_value_says_what_would_keep_it() -> None:
     assert "for it to be saved: running it again must cost more than" in str(report.why(name))
 
 
+def prefer_save(*_: Any, **__: Any) -> remat.CheckpointPolicy:
+    """Keep what the budget has room for."""
+    return remat.CheckpointPolicy.PREFER_SAVE
+
+
+def wide_report(region: float | None = None, **options: Any) -> remat.Report:
+    """Explain an MLP whose inner results are large and dear."""
+    torch._dynamo.reset()
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4)]
+    model = nn.Sequential(nn.Sequential(*blocks))
+    if region is not None:
+        remat.apply(model, "0", memory_budget=region, policy=prefer_save)
+    return remat.explain(lambda x: model(x).sum(), torch.randn(64, 32), **options)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("budget", [0.6, 0.4])
+def test_reasons_under_a_budget_are_true(inner: str, budget: float) -> None:
+    """What is called cheaper to recompute is, all else being as it is; what is kept on the cheapest cut is on it."""
+    report, free = wide_report(inner=inner, memory_budget=budget), wide_report(inner=inner)
+    found = {d.value: d.reason for d in report.plans[0].decisions}
+    extra = {name: a.extra_seconds for name in found if (a := report.why(name).answers[0].alternative) is not None}
+    assert all(extra[name] >= 0 for name, reason in found.items() if reason is Reason.OFF_CUT)
+    assert all(extra[name] < 0 for name, reason in found.items() if reason is Reason.OFF_FOR_BUDGET)
+    assert Reason.OFF_FOR_BUDGET in found.values()
+    on_cut = {d.value for d in free.plans[0].saved}
+    assert {name for name, reason in found.items() if reason is Reason.ON_CUT} <= on_cut
+    assert not {name for name, reason in found.items() if reason is Reason.ON_FOR_BUDGET} & on_cut
+    jsonschema.validate(json.loads(report.to_json()), json.loads(SCHEMA.read_text()))
+
+
+def test_why_of_a_value_that_a_budget_recomputes_asks_for_a_larger_one() -> None:
+    report = wide_report(memory_budget=0.4, inner="aot_eager")
+    name = next(d.value for d in report.plans[0].recomputed if d.reason is Reason.OFF_FOR_BUDGET)
+    text = str(report.why(name))
+    assert "because: recomputed to keep within the budget" in text
+    assert re.search(r"keeping it instead takes .* off the step", text)
+    assert "for it to be saved: a larger memory_budget than" in text
+    region = wide_report(region=0.7, inner="aot_eager")
+    name = next(d.value for d in region.plans[0].recomputed if d.reason is Reason.AGAINST_SAVE)
+    assert "for it to be saved: a larger memory_budget of its region" in str(region.why(name))
+
+
+def test_reasons_of_a_budget_that_the_cheapest_cut_meets_are_those_without_one() -> None:
+    bounded, free = wide_report(memory_budget=1.0), wide_report()
+    assert [d.reason for d in bounded.plans[0].decisions] == [d.reason for d in free.plans[0].decisions]
+
+
 def test_why_of_an_unknown_name_suggests_others() -> None:
     with pytest.raises(remat.OptionError, match=r"Did you mean 'attn_out'"):
         nested_report_once().why("atn_out")

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..passes.keeping import Runs
 from ..passes.plan import Action, Decision, Plan
 
 FORWARD_ROLES = ("FORWARD", "EITHER")
@@ -114,6 +115,21 @@ class GraphReport:
     def num_runs_in_backward(self) -> Counter[str]:
         """How often backward runs each node."""
         return Counter(self.plan.order)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The runs of backward and what they read, by places of nodes."""
+        places, rows = self.position, self.nodes
+
+        def base_of(place: int) -> int | None:
+            return places[rows[place].base] if rows[place].base else None
+
+        return Runs.of(
+            [places[name] for name in self.plan.order],
+            lambda place: [places[name] for name in rows[place].inputs],
+            base_of,
+            [places[name] for name in self.backward_results],
+        )
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The chain of reasons for one value: what was allowed, what each choice costs, and what would turn the decision.
 
-The other choice is worked out on the report's own data: flip one value, walk from backward's readers up to what is at
-hand, and compare what is kept and what is run again. That is the price the cut compares; a budget adds a price per byte
-to it, and a schedule may run a value more than once.
+The other choice is worked out on the report's own data: flip one value, and compare what is kept and what is run again.
+To keep a value leaves out runs of the schedule; to recompute one, walk from backward's readers up to what is at hand.
+That is the price the cut compares; a budget adds a price per byte to it.
 """
 
 from __future__ import annotations
@@ -202,8 +202,11 @@ def _cheaper(row: NodeRow, decision: Decision, other: Alternative, budget_bytes:
     """What would make keeping a recomputed value pay."""
     if decision.reason is Reason.BACKWARD_ONLY:
         return "nothing is gained: backward runs it once either way"
-    if other.extra_seconds <= 0 and budget_bytes is not None:
-        return f"a larger memory_budget than {size(budget_bytes)}, or a policy that says so"
+    if decision.reason in (Reason.OFF_FOR_BUDGET, Reason.AGAINST_SAVE) or (
+        other.extra_seconds <= 0 and budget_bytes is not None
+    ):
+        bound = "of its region" if budget_bytes is None else f"than {size(budget_bytes)}"
+        return f"a larger memory_budget {bound}, or a policy that says so"
     if other.extra_seconds <= 0:
         return "a policy that says so; by these prices alone the two choices are equal or better"
     now, more = duration(row.recompute_seconds), duration(row.recompute_seconds + other.extra_seconds)
@@ -255,22 +258,41 @@ def _reach(graph: GraphReport, saved: set[str]) -> _Reached:
 
 def _alternative(graph: GraphReport, row: NodeRow, decision: Decision) -> Alternative:
     """Flip one value."""
-    action = Action.SAVE if decision.action is Action.RECOMPUTE else Action.RECOMPUTE
+    return _if_kept(graph, row) if decision.action is Action.RECOMPUTE else _if_recomputed(graph, row)
+
+
+def _if_kept(graph: GraphReport, row: NodeRow) -> Alternative:
+    """Keep a value that is recomputed: what is there for nothing else goes, each of its runs."""
+    freed = [(graph.nodes[f.node], f.is_run) for f in graph.runs.freed_by_keeping(graph.position[row.name])]
+    dropped = [kept for kept, is_run in freed if not is_run]
+    saved_seconds = sum(found.recompute_seconds if is_run else found.save_seconds for found, is_run in freed)
+    return Alternative(
+        action=Action.SAVE,
+        obstacle=_obstacle(graph, row, Action.SAVE, ()),
+        extra_seconds=row.save_seconds - saved_seconds,
+        extra_bytes=row.num_bytes - sum(kept.num_bytes for kept in dropped),
+        also_recomputed=(),
+        no_longer_saved=_in_order(graph, [kept.name for kept in dropped]),
+    )
+
+
+def _if_recomputed(graph: GraphReport, row: NodeRow) -> Alternative:
+    """Recompute a value that is kept, and what it is computed from as far as that is not at hand."""
     saved = {d.value for d in graph.plan.decisions if d.action is not Action.RECOMPUTE}
-    now, then = _reach(graph, saved), _reach(graph, saved ^ {row.name})
+    now, then = _reach(graph, saved), _reach(graph, saved - {row.name})
     newly = [name for name in then.recomputed if name not in now.recomputed and name != row.name]
     return Alternative(
-        action=action,
-        obstacle=_obstacle(graph, row, action, newly),
+        action=Action.RECOMPUTE,
+        obstacle=_obstacle(graph, row, Action.RECOMPUTE, newly),
         extra_seconds=then.seconds(graph) - now.seconds(graph),
         extra_bytes=then.num_bytes(graph) - now.num_bytes(graph),
-        also_recomputed=tuple(sorted(newly, key=graph.position.__getitem__)),
-        no_longer_saved=tuple(
-            sorted(
-                (n for n in now.received if n not in then.received and n != row.name), key=graph.position.__getitem__
-            )
-        ),
+        also_recomputed=_in_order(graph, newly),
+        no_longer_saved=_in_order(graph, [n for n in now.received if n not in then.received and n != row.name]),
     )
+
+
+def _in_order(graph: GraphReport, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=graph.position.__getitem__))
 
 
 def _obstacle(graph: GraphReport, row: NodeRow, action: Action, newly: Sequence[str]) -> str:
