@@ -15,9 +15,10 @@ from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .keeping import Runs
+from .module_path import path_of_node
 from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
-from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, module_path, source_line
+from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from .planner import Offer, Planner
 from .region_budget import choose_within_shares
 from .region_tag import region_fields
@@ -187,7 +188,7 @@ def _decision(
         recompute_seconds=costs.recompute_ticks[i] / TICKS_PER_SECOND,
         num_recomputes=repeats[i],
         source=source_line(node.stack_trace or ""),
-        module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
+        module=path_of_node(node),
         **region_fields(node),
     )
 

@@ -1,4 +1,4 @@
-"""Which module an op is called in, as a path like `layers.3.attn`: what `ctx.module` says to a policy.
+"""Which module an op is called in, as a path like `layers.3.attn`: what `ctx.module` says to a policy, and plans to us.
 
 Nothing is tracked: a running forward is found on Python's own stack, where each module's call is a frame, and a graph
 that is being traced carries the path with its nodes. That is right in forward and in recompute, on any thread, and
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import torch.fx as fx
 from torch import nn
 
 from .torch_private import MODULE_CALL_CODE, fx_current_meta, is_tracing
@@ -45,6 +46,11 @@ def path_of_stack(stack: Mapping[Any, tuple[str, Any]]) -> str:
     if detours:
         words = words[detours[-1] + 1 :]
     return ".".join(word for word in words if word != "_modules")
+
+
+def path_of_node(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node of a joint graph belongs to."""
+    return path_of_stack(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {})
 
 
 def _running_modules() -> list[nn.Module]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
@@ -321,12 +320,3 @@ def _json_rows(value: Any) -> str:
 
 def _decision_to_dict(decision: Decision) -> dict[str, Any]:
     return {**asdict(decision), "action": decision.action.name, "reason": decision.reason.name}
-
-
-def module_path(nn_module_stack: dict[str, Any] | None) -> str:
-    """The innermost module's path in the user's model, `layers.3.mlp`."""
-    if not nn_module_stack:
-        return ""
-    path, *_ = list(nn_module_stack.values())[-1]
-    # Dynamo writes `L['self'].layers.3.mlp` for what it reaches from a local, `G['model'].mlp` from a global.
-    return re.sub(r"^L\['\w+'\]\.?|^G\['(\w+)'\]", r"\1", str(path))

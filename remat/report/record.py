@@ -13,8 +13,9 @@ from ..passes.choose import Chosen
 from ..passes.constraints import Constraint
 from ..passes.cost import TICKS_PER_SECOND
 from ..passes.joint_graph import JointGraph, describe_value
+from ..passes.module_path import path_of_node
 from ..passes.partition import Prepared
-from ..passes.plan import module_path, source_line
+from ..passes.plan import source_line
 from ..passes.region_tag import region_fields
 from ..passes.simulate import Simulation, simulate
 from .model import Alive, GraphReport, NodeRow, Timeline
@@ -67,7 +68,7 @@ def _row(prepared: Prepared, i: int) -> NodeRow:
         no_recompute=constraint.no_recompute.value if constraint.no_recompute else "",
         prefers=constraint.prefers.value if constraint.prefers else "",
         source=source_line(node.stack_trace or ""),
-        module=module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")),
+        module=path_of_node(node),
         region=fields["region"],
         policy=fields["policy"],
         label=fields["name"],
