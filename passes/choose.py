@@ -176,7 +176,7 @@ def _decision(
     reasons: _Reasons,
 ) -> Decision:
     i = problem.bases[v]
-    node, costs = problem.graph.nodes[i], problem.costs
+    node, facts, costs = problem.graph.nodes[i], problem.graph.facts[i], problem.costs
     return Decision(
         value=node.name,
         op=str(node.target),
@@ -189,6 +189,7 @@ def _decision(
         num_recomputes=repeats[i],
         source=source_line(node.stack_trace or ""),
         module=path_of_node(node),
+        is_view=facts is not None and facts.is_view,
         **region_fields(node),
     )
 

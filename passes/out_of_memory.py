@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .plan import mebibytes
+from .readable import size
 
 _PREFIX = "remat: "
 _CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -62,7 +62,7 @@ def _advice(where: str, peak_bytes: int | None) -> str:
     if peak_bytes is None:
         planned, budget = "", '"memory_budget": 0.5'
     else:
-        planned = f", planned for an activation peak of {mebibytes(peak_bytes).strip()}"
+        planned = f", planned for an activation peak of {size(peak_bytes)}"
         budget = f'"memory_budget": "{max(1, int(NEXT_FRACTION * peak_bytes) >> 10)}KiB"'
     return (
         f"out of memory in {where}{planned}. The next cheaper plan: options={{{budget}}}; remat.pareto(model, *inputs) "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
@@ -15,6 +15,7 @@ from .fields import NOT_STORED, Damaged, is_stored, read, refused, shown
 from .files import parsed_file, replace_file
 from .plan_claims import check_claims
 from .plan_sizes import plan_at, size_lines, sizes_text
+from .readable import size
 from .source import source_line as source_line
 from .symbols import SizeSymbol
 
@@ -66,6 +67,8 @@ class Decision:
     model knows them for the sizes of the example only."""
     recompute_expression: str = ""
     """The same of running it again, each time."""
+    is_view: bool = False
+    """It shows memory that another value is in, so that to make it again takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,11 @@ class Plan:
         return sum(d.num_bytes for d in self.saved)
 
     @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that are computed again, each value counted once; views take no memory."""
+        return sum(d.num_bytes for d in self.recomputed if not d.is_view)
+
+    @property
     def recompute_seconds(self) -> float:
         """What all recomputation adds to the step, as far as the cost model knows."""
         return sum(d.num_recomputes * d.recompute_seconds for d in self.decisions)
@@ -230,31 +238,41 @@ class Plan:
         where = where if self.peak.node else f"at {sizes_text(self)}"  # at other sizes another op may set it
         lines = [
             f"joint graph of {self.num_nodes} nodes: backward needs {len(self.decisions)} forward values",
-            f"  saved       {len(self.saved):6}  {mebibytes(self.saved_bytes)}",
-            f"  recomputed  {len(self.recomputed):6}  {mebibytes(sum(d.num_bytes for d in self.recomputed))}"
+            f"  saved       {len(self.saved):6}  {size(self.saved_bytes):>13}",
+            f"  recomputed  {len(self.recomputed):6}  {size(self.recomputed_bytes):>13}"
             f"  for {1e3 * self.recompute_seconds:.2f} ms (estimated)",
-            f"  peak                {mebibytes(self.peak.num_bytes)}  predicted for {self.peak.executor}; {where}",
+            f"  peak                {size(self.peak.num_bytes):>13}  predicted for {self.peak.executor}; {where}",
         ]
         if self.budget_bytes is not None:
-            lines.append(
-                f"  budget              {mebibytes(self.budget_bytes)}  planner: {self.planner}{self.bound_text()}"
-            )
-        lines += [
-            f"  region              {mebibytes(share.predicted_bytes)}  of {mebibytes(share.budget_bytes).strip()}: "
-            f"{share.path}"
-            for share in self.shares
-        ]
-        lines += [f"  {title:18}  {text}" for title, text in size_lines(self)]
+            lines.append(f"  budget              {size(self.budget_bytes):>13}  {self.budget_text()}")
+        lines += [f"  {title:18}  {text}" for title, text in (*self.share_lines(), *size_lines(self))]
         if self.offloaded:
             num_bytes = sum(d.num_bytes for d in self.offloaded)
-            lines.append(f"  offloaded   {len(self.offloaded):6}  {mebibytes(num_bytes)}")
+            lines.append(f"  offloaded   {len(self.offloaded):6}  {size(num_bytes):>13}")
         if largest:
             lines.append("largest saved values:")
             width = max(len(d.value) for d in largest)
             lines += [
-                f"  {d.value:{width}}  {mebibytes(d.num_bytes)}  {d.reason.value}  {d.source}".rstrip() for d in largest
+                f"  {d.value:{width}}  {size(d.num_bytes):>13}  {d.reason.value}  {d.source}".rstrip() for d in largest
             ]
         return "\n".join(lines)
+
+    def budget_text(self) -> str:
+        """Whether the budget is met, by which planner, and at what price; empty if there is none."""
+        if self.budget_bytes is None:
+            return ""
+        excess = self.peak.num_bytes - self.budget_bytes
+        how = "this is the lowest plan found" if self.peak.node else "it is for other sizes"
+        over = f"exceeded by {size(excess)}: {how}; " if excess > 0 else ""
+        return f"{over}planner: {self.planner}{self.bound_text()}"
+
+    def share_lines(self) -> Iterator[tuple[str, str]]:
+        """What regions with a budget of their own take of it, as titles and texts."""
+        for share in self.shares:
+            excess = share.predicted_bytes - share.budget_bytes
+            over = f", exceeded by {size(excess)}: no plan found keeps within it" if excess > 0 else ""
+            of = f"{size(share.predicted_bytes)} of {size(share.budget_bytes)}"
+            yield "region", f"{share.path}: {of}{over}"
 
     def bound_text(self) -> str:
         """What the plan adds to the step, beside what any plan within its budget does; empty if that is not known."""
@@ -304,11 +322,6 @@ def _checked_plan(data: Any, path: str, file: str) -> Plan:
     except Damaged as error:
         raise ValueError(f"this plan is damaged: {path}{error}") from error
     return replace(plan, file=file)
-
-
-def mebibytes(num_bytes: int) -> str:
-    """Bytes for people: `1.25 MiB`, right-aligned."""
-    return f"{num_bytes / 2**20:9.2f} MiB"
 
 
 def _json_rows(value: Any) -> str:

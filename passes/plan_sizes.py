@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .errors import OptionError
 from .expressions import evaluate, evaluate_real, rounded
+from .readable import size
 from .symbols import Origin, SizeSymbol
 
 if TYPE_CHECKING:
@@ -114,8 +115,7 @@ def size_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         how = symbol.origin + bound if symbol.origin == Origin.BOUND.value else symbol.origin
         yield "size", f"{symbol.name} = {symbol.value} ({how})"
     if plan.peak.expression:
-        mebibytes = f"{plan.peak.num_bytes / 2**20:.2f} MiB"
-        yield "peak in general", f"{plan.peak.expression} bytes, {mebibytes} at {sizes_text(plan)}"
+        yield "peak in general", f"{plan.peak.expression} bytes, {size(plan.peak.num_bytes)} at {sizes_text(plan)}"
     elif plan.symbols:
         yield "peak in general", "cannot be written down as an expression"
     yield from _time_lines(plan)

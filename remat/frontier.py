@@ -30,8 +30,9 @@ from .passes.errors import OptionError, RematError
 from .passes.files import parsed_file
 from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
-from .passes.plan import Plan, RegionShare, mebibytes
+from .passes.plan import Plan, RegionShare
 from .passes.planner import Offer, Planner
+from .passes.readable import size
 from .passes.region_budget import Found, choose_within_shares
 from .passes.shares import Shares
 from .passes.storage import Storages
@@ -82,13 +83,13 @@ class Frontier:
     def __str__(self) -> str:
         whole = self.peak_without_recompute_bytes
         lines = [
-            f"joint graph of {self.num_nodes} nodes; peak without recompute {mebibytes(whole).strip()}",
+            f"joint graph of {self.num_nodes} nodes; peak without recompute {size(whole)}",
             f"  {'peak':>13}  {'of that':>7}  {'extra time':>11}  {'saved':>13}  planner",
         ]
         for point in self.points:
             lines.append(
-                f"  {mebibytes(point.peak_bytes)}  {point.peak_bytes / max(whole, 1):>7.1%}  "
-                f"{1e3 * point.extra_seconds:>8.2f} ms  {mebibytes(point.plan.saved_bytes)}  {point.plan.planner}"
+                f"  {size(point.peak_bytes):>13}  {point.peak_bytes / max(whole, 1):>7.1%}  "
+                f"{1e3 * point.extra_seconds:>8.2f} ms  {size(point.plan.saved_bytes):>13}  {point.plan.planner}"
             )
         return "\n".join(lines)
 
@@ -213,7 +214,7 @@ def _frontier(data: dict[str, Any]) -> Frontier:
 
 def _mark(point: Point, whole_bytes: int) -> Mark:
     title = (
-        f"{mebibytes(point.peak_bytes).strip()} ({point.peak_bytes / max(whole_bytes, 1):.0%} of the peak without "
+        f"{size(point.peak_bytes)} ({point.peak_bytes / max(whole_bytes, 1):.0%} of the peak without "
         f"recompute), {1e3 * point.extra_seconds:.2f} ms, planner: {point.plan.planner}"
     )
     return Mark(point.peak_bytes / 2**20, 1e3 * point.extra_seconds, title)
@@ -319,9 +320,9 @@ def _under_regions(problem: FlowProblem, storages: Storages, shares: Shares) -> 
     )
 
 
-def _offers(asks: _Asks, size: str, num_budgets: int, say: Say) -> Iterator[Offer]:
+def _offers(asks: _Asks, graph: str, num_budgets: int, say: Say) -> Iterator[Offer]:
     """Ask for ever smaller budgets; one that the last plan keeps within anyway would give that plan again."""
-    say(f"{size}: looking for the lowest peak")
+    say(f"{graph}: looking for the lowest peak")
     fastest, *_, lowest = extremes = asks.extremes()
     yield from extremes
     reached = fastest.peak_bytes
@@ -329,7 +330,7 @@ def _offers(asks: _Asks, size: str, num_budgets: int, say: Say) -> Iterator[Offe
     for number, budget_bytes in enumerate(budgets, start=1):
         if reached <= budget_bytes:
             continue
-        say(f"{size}: budget {number} of {len(budgets)}, {mebibytes(budget_bytes).strip()}")
+        say(f"{graph}: budget {number} of {len(budgets)}, {size(budget_bytes)}")
         offer = asks.within(budget_bytes)
         if offer is not None:
             reached = offer.peak_bytes

@@ -142,7 +142,7 @@ def test_region_is_as_before_after_it_ran_out_of_memory(kind, phase) -> None:
             r"forward of region Net, which recomputes .*smaller regions.*memory_budget",
         ),
         ("bare", "recomputation", r"recomputation of region Net, which recomputes everything already"),
-        ("policy", "recomputation", r"recomputation of region Net, whose policy save_some \(.*\) keeps 0\.00 MiB"),
+        ("policy", "recomputation", r"recomputation of region Net, whose policy save_some \(.*\) keeps 1\.00 KiB"),
         ("offload", "forward", r"forward of region Net, whose policy offload_all\(\) keeps"),
         ("nested", "forward", r"forward of region outer/inner, "),
     ],

@@ -374,7 +374,47 @@ def prefer_save(*_: Any, **__: Any) -> remat.CheckpointPolicy:
     return remat.CheckpointPolicy.PREFER_SAVE
 
 
-def wide_report(region: float | None = None, **options: Any) -> remat.Report:
+def recomputed_in(text: str) -> list[str]:
+    """The first words of the line that totals what is recomputed."""
+    return next(line for line in text.splitlines() if line.startswith("  recomputed")).split()[:4]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_summaries_of_a_plan_and_of_its_report_agree(inner: str) -> None:
+    """Also on views, which take no memory to be made again."""
+    report = wide_report(inner=inner, memory_budget=0.4)
+    (plan,) = report.plans
+    assert any(d.is_view and d.num_bytes for d in plan.recomputed)
+    assert recomputed_in(str(report)) == recomputed_in(plan.summary())
+    assert recomputed_in(remat.Plan.from_json(plan.to_json()).summary()) == recomputed_in(plan.summary())
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget=")
+def test_budget_that_is_not_met_is_said_to_be_exceeded(tmp_path: Path) -> None:
+    report = wide_report(memory_budget="2KiB", on_infeasible="minimum")
+    (plan,) = report.plans
+    pattern = r"  budget  +2\.00 KiB  exceeded by .* KiB: this is the lowest plan found; planner: "
+    assert re.search(pattern, str(report)) and re.search(pattern, plan.summary())
+    assert f'"budget_note":"{plan.budget_text()}"' in report.to_html()
+    assert plan.budget_text().startswith(f"exceeded by {size(plan.peak.num_bytes - 2048)}: ")
+    assert "exceeded" not in str(wide_report(memory_budget=0.9))
+
+
+@pytest.mark.parametrize("bound", [0.7, "2KiB"])
+@pytest.mark.filterwarnings("ignore:memory_budget=")
+def test_report_lists_the_share_of_every_region(bound: float | str) -> None:
+    report = wide_report(region=bound, on_infeasible="minimum")
+    ((share,),) = (plan.shares for plan in report.plans)
+    line = f"0: {size(share.predicted_bytes)} of {size(share.budget_bytes)}"
+    if bound == "2KiB":
+        excess = share.predicted_bytes - share.budget_bytes
+        line += f", exceeded by {size(excess)}: no plan found keeps within it"
+    for text in (str(report), report.to_text(), report.plans[0].summary()):
+        assert f"\n  region              {line}\n" in text
+    assert f'["region","{line}"]' in report.to_html()
+
+
+def wide_report(region: float | str | None = None, **options: Any) -> remat.Report:
     """Explain an MLP whose inner results are large and dear."""
     torch._dynamo.reset()
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4)]

@@ -8,8 +8,8 @@ import torch
 
 from remat.eager.saved import Entry, tensors_of
 from remat.passes.out_of_memory import add_advice, is_out_of_memory
-from remat.passes.plan import mebibytes
 from remat.passes.policy import policy_name
+from remat.passes.readable import size
 
 if TYPE_CHECKING:
     from remat.eager.frames import Frame
@@ -42,7 +42,7 @@ def _shown(policy: Any) -> str:
 def _kept_text(frame: Frame) -> str:
     entries = [reference() for reference in frame.store.entries.values()] if frame.store is not None else []
     tensors = [tensor for entry in entries if isinstance(entry, Entry) for tensor in tensors_of(entry.val)]
-    return mebibytes(sum(_num_bytes(tensor) for tensor in tensors)).strip()
+    return size(sum(_num_bytes(tensor) for tensor in tensors))
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

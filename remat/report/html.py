@@ -106,10 +106,11 @@ def _graph(graph: GraphReport) -> dict[str, Any]:
         ],
         "peak": {**asdict(plan.peak), "moment": timeline.peak_moment},
         "saved_bytes": plan.saved_bytes,
+        "recomputed_bytes": plan.recomputed_bytes,
         "recompute_seconds": plan.recompute_seconds,
         "budget_bytes": plan.budget_bytes,
         "whole_bytes": plan.peak_without_recompute_bytes,
-        "planner": plan.planner,
+        "budget_note": plan.budget_text(),
         "num_nodes": plan.num_nodes,
-        "sizes": [list(line) for line in size_lines(plan)],
+        "sizes": [list(line) for line in (*plan.share_lines(), *size_lines(plan))],
     }

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from ..passes.keeping import Runs
 from ..passes.plan import Action, Decision, Plan
+from ..passes.readable import duration as duration
+from ..passes.readable import size as size
 
 FORWARD_ROLES = ("FORWARD", "EITHER")
 """Roles of nodes whose results may be kept or recomputed."""
@@ -162,21 +164,3 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people, in the largest unit that leaves a whole part: `1.25 MiB`."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: `1.25 ms`."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns")):
-        if seconds * factor >= 1 or unit == "ns":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError

@@ -57,16 +57,15 @@
     const count = (state) => rows.filter((row) => row.state === state).length;
     const peak = graph.peak;
     const where = `${peak.in_forward ? "forward" : "backward"} at ${peak.node}` + (peak.source ? `, ${lastParts(peak.source)}` : "");
-    const again = rows.filter((row) => row.runs && !row.isView);
     const box = make("div", { class: "figures" },
       figure("predicted peak", bytes(peak.num_bytes), where),
       figure("saved", bytes(graph.saved_bytes), `${count("saved")} values`),
-      figure("recomputed", bytes(again.reduce((sum, row) => sum + row.bytes, 0)), `${count("recomputed")} values, ${seconds(graph.recompute_seconds)} (estimated)`));
+      figure("recomputed", bytes(graph.recomputed_bytes), `${count("recomputed")} values, ${seconds(graph.recompute_seconds)} (estimated)`));
     if (count("offloaded")) {
       const sum = rows.filter((row) => row.state === "offloaded").reduce((total, row) => total + row.bytes, 0);
       box.append(figure("offloaded", bytes(sum), `${count("offloaded")} values`));
     }
-    if (graph.budget_bytes !== null) box.append(figure("budget", bytes(graph.budget_bytes), `planner: ${graph.planner}`));
+    if (graph.budget_bytes !== null) box.append(figure("budget", bytes(graph.budget_bytes), graph.budget_note));
     if (graph.whole_bytes !== null) box.append(figure("peak if all were kept", bytes(graph.whole_bytes), ""));
     box.append(figure("joint graph", `${graph.num_nodes} nodes`, `for ${peak.executor}`));
     if (!graph.sizes.length) return box;

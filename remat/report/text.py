@@ -47,9 +47,8 @@ def _graph_summary(report: Report, number: int) -> Iterator[str]:
     which = f"graph {number}, " if len(report.graphs) > 1 else ""
     yield _clipped(f"{title}{which}{plan.num_nodes} nodes; backward needs {len(plan.decisions)} forward values", WIDTH)
     yield f"  saved       {len(plan.saved):6}  {size(plan.saved_bytes):>12}"
-    recomputed_bytes = sum(d.num_bytes for d in plan.recomputed if not graph.row[d.value].is_view)
     yield (
-        f"  recomputed  {len(plan.recomputed):6}  {size(recomputed_bytes):>12}  "
+        f"  recomputed  {len(plan.recomputed):6}  {size(plan.recomputed_bytes):>12}  "
         f"for {duration(plan.recompute_seconds)} (estimated)"
     )
     if plan.offloaded:
@@ -60,10 +59,10 @@ def _graph_summary(report: Report, number: int) -> Iterator[str]:
     if peak.source:
         yield f"  {'':32}  {_clipped(short_source(peak.source), WIDTH - 36)}"
     if plan.budget_bytes is not None:
-        yield f"  budget              {size(plan.budget_bytes):>12}  planner: {plan.planner}{plan.bound_text()}"
+        yield f"  budget              {size(plan.budget_bytes):>12}  {plan.budget_text()}"
     if plan.peak_without_recompute_bytes is not None:
         yield f"  keeping everything  {size(plan.peak_without_recompute_bytes):>12}"
-    for title, text in size_lines(plan):
+    for title, text in (*plan.share_lines(), *size_lines(plan)):
         yield _clipped(f"  {title:18}  {text}", max(WIDTH, 36 + len(text)))
     yield from _largest(graph)
 
