@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -12,9 +12,11 @@ import torch.fx as fx
 from .constraints import Reason
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
+from .joint_graph import JointGraph
 from .planner import Offer, Planner
+from .readable import exact_size, size
 from .region_tag import policy_of, region_of
-from .simulate import Memory
+from .simulate import Memory, Simulation
 from .source import source_line
 from .storage import Storages
 
@@ -66,11 +68,28 @@ class Budget:
         least = lowest.peak_bytes if self.fraction == 1.0 else promised
         if least <= budget_bytes:  # all of what a step takes anyway is a promise that needs no margin
             return lowest
-        message = explain_minimum(self.text, budget_bytes, planner.problem, lowest, promised)
+        whole = planner.without_recompute.peak_bytes
+        message = explain_minimum(self, budget_bytes, planner.problem, lowest, whole, promised)
         if not self.take_minimum:
-            raise InfeasibleBudget(message)
+            raise InfeasibleBudget(f"{message}\n{self.advice(promised, whole)}")
         warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
         return lowest
+
+    def advice(self, least_bytes: int, whole_bytes: int) -> str:
+        """Say what could be asked for instead, in the user's unit, too."""
+        part = "" if self.fraction is None else least_fraction(least_bytes, whole_bytes)
+        return (
+            f"Give at least {part}{max(least_bytes, SMALLEST_BYTES)} bytes, or set {LOWEST_PLAN_OPTION} to take the "
+            "lowest plan; smaller batches lower it, too."
+        )
+
+
+def least_fraction(least_bytes: int, whole_bytes: int) -> str:
+    """The smallest fraction that is enough, `0.273 or `; nothing if all of it is not."""
+    steps = math.ceil(FRACTION_STEPS * least_bytes / max(whole_bytes, 1))
+    while int(steps / FRACTION_STEPS * whole_bytes) < least_bytes <= whole_bytes:  # fractions are rounded down to bytes
+        steps += 1
+    return f"{steps / FRACTION_STEPS:g} or " if steps <= FRACTION_STEPS else ""
 
 
 def least_margin(storages: Storages) -> float:
@@ -81,35 +100,64 @@ def least_margin(storages: Storages) -> float:
 MOST_POLICIES, MOST_NAMED = 5, 3
 """How many policies an error lists that keep memory up, and how many values of each."""
 
+MOST_ALIVE = 5
+"""How many of the values alive at the peak an error lists."""
+
+FRACTION_STEPS = 1000
+"""Fractions that an error recommends are multiples of a thousandth."""
+
 LOWEST_PLAN_OPTION = 'on_infeasible="minimum"'
 """What a compiled program can ask for instead of an error; a region outside of one has no such option."""
 
 
 def explain_minimum(
-    text: str, budget_bytes: int, problem: FlowProblem, lowest: Offer, promised_bytes: int | None = None
+    budget: Budget,
+    budget_bytes: int,
+    problem: FlowProblem,
+    lowest: Offer,
+    whole_bytes: int,
+    promised_bytes: int | None = None,
 ) -> str:
     """Say how low the peak can get, which op sets it, what is alive there, and who insists on keeping it."""
     simulation, graph = lowest.simulation, problem.graph
-    least = promised_bytes or lowest.peak_bytes
-    beyond = "" if least == lowest.peak_bytes else f", to which the compiler may add {mib(least - lowest.peak_bytes)}"
+    added = (promised_bytes or lowest.peak_bytes) - lowest.peak_bytes
+    beyond = f", to which the compiler may add {size(added)}" if added else ""
     moment = simulation.peak_moment
+    alive = simulation.alive_at(moment)
+    asked, least = sizes_compared(budget_bytes, lowest.peak_bytes, whole_bytes if budget.fraction else None)
+    lines = [
+        f"memory_budget={budget.text}: that is {asked}, but the lowest activation peak found is {least}{beyond}.",
+        f"It is set by {op_at(graph, simulation, moment)}, where these are alive:",
+        *alive_lines(graph, alive),
+        *policies_that_keep(problem, alive),
+    ]
+    return "\n".join(lines)
+
+
+def sizes_compared(budget_bytes: int, least_bytes: int, whole_bytes: int | None) -> tuple[str, str]:
+    """A budget and the least that is needed, so that they can be told apart, and as parts of a whole if asked."""
+    asked, least = exact_size(budget_bytes), exact_size(least_bytes)
+    if not whole_bytes:
+        return asked, least
+    return f"{asked} of {size(whole_bytes)} without recomputation", f"{least}, {least_bytes / whole_bytes:.1%} of that"
+
+
+def op_at(graph: JointGraph, simulation: Simulation, moment: int) -> str:
+    """The op that runs at a moment, where, and for which line."""
     node = graph.nodes[simulation.order[moment]]
     source = source_line(node.stack_trace or "")
-    alive = simulation.alive_at(moment)
-    lines = [
-        f"memory_budget={text}: that is {mib(budget_bytes)}, but the lowest activation peak found is "
-        f"{mib(lowest.peak_bytes)} ({lowest.peak_bytes} bytes){beyond}.",
-        f"It is set by `{node.name}` ({node.target}) in {'forward' if moment < simulation.num_forward else 'backward'}"
-        + (f", {source}" if source else "")
-        + ", where these are alive:",
-        *(f"  {mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
-    ]
-    lines += policies_that_keep(problem, alive)
-    lines.append(
-        f"Give at least {max(least, SMALLEST_BYTES)} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; "
-        "smaller batches lower it, too."
-    )
-    return "\n".join(lines)
+    where = "forward" if moment < simulation.num_forward else "backward"
+    return f"`{node.name}` ({node.target}) in {where}" + (f", {source}" if source else "")
+
+
+def alive_lines(graph: JointGraph, alive: Sequence[Memory]) -> Iterator[str]:
+    """The largest of what is alive, a line each with what is known of its origin, and how much the rest is."""
+    for memory in alive[:MOST_ALIVE]:
+        node = graph.nodes[memory.node]
+        yield f"  {size(memory.num_bytes):>10}  {node.name}  {source_line(node.stack_trace or '')}".rstrip()
+    rest = alive[MOST_ALIVE:]
+    if rest:
+        yield f"  ... and {len(rest)} more, {size(_total(rest))}"
 
 
 def policies_that_keep(problem: FlowProblem, alive: Sequence[Memory]) -> list[str]:
@@ -122,10 +170,10 @@ def policies_that_keep(problem: FlowProblem, alive: Sequence[Memory]) -> list[st
     if not kept:
         return []
     ranked = sorted(kept, key=lambda policy: -_total(kept[policy]))
-    rows = [f"  {mib(_total(kept[policy])):>10}  {policy}: {_named(problem, kept[policy])}" for policy in ranked]
+    rows = [f"  {size(_total(kept[policy])):>10}  {policy}: {_named(problem, kept[policy])}" for policy in ranked]
     rest = [f"  and {len(rows) - MOST_POLICIES} more policies"] if len(rows) > MOST_POLICIES else []
     total = sum(map(_total, kept.values()))
-    return [f"Policies insist on keeping {mib(total)} of that:", *rows[:MOST_POLICIES], *rest]
+    return [f"Policies insist on keeping {size(total)} of that:", *rows[:MOST_POLICIES], *rest]
 
 
 def _insists(node: fx.Node) -> str:
@@ -155,6 +203,5 @@ def _total(memories: Iterable[Memory]) -> int:
     return sum(memory.num_bytes for memory in memories)
 
 
-def mib(num_bytes: int) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / 2**20:.2f} MiB"
+mib = size
+"""What the backend calls it."""

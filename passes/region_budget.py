@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from .budget import Budget, explain_minimum, mib, policies_that_keep
+from .budget import Budget, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
 from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .plan import RegionShare
@@ -14,7 +14,6 @@ from .schedule import Schedule
 from .share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from .shares import Limits, Shares
 from .simulate import simulate
-from .source import source_line
 from .storage import Storages
 
 
@@ -48,7 +47,7 @@ def choose_within_shares(
     offer = planner.best()
     if offer is None:
         assert budget is not None and budget_bytes is not None, "region budgets alone are met by the schedule found"
-        offer = _lowest(planner, budget, budget_bytes)
+        offer = _lowest(planner, budget, budget_bytes, plain.without_recompute.peak_bytes)
     offer = planner.unscaled(offer)
     peaks = shares.peaks(offer.simulation)
     rows = zip(shares.budgets, asked.num_bytes, peaks, strict=True)
@@ -105,22 +104,18 @@ def _explain(problem: FlowProblem, storages: Storages, limits: Limits, region: i
     shares, graph = limits.shares, problem.graph
     bound, simulation = shares.budgets[region], simulate(graph, storages, schedule)
     peak = shares.peaks(simulation)[region]
-    node = graph.nodes[simulation.order[peak.moment]]
-    source = source_line(node.stack_trace or "")
     alive = [m for m in simulation.alive_at(peak.moment) if region in shares.regions_at[m.node]]
+    whole = limits.whole_bytes[region] if bound.fraction else None
+    asked, least = sizes_compared(limits.num_bytes[region], peak.num_bytes, whole)
     lines = [
-        f"memory_budget={bound.text} of region {bound.path}: that is {mib(limits.num_bytes[region])}, but the lowest "
-        f"share found is {mib(peak.num_bytes)} ({peak.num_bytes} bytes).",
-        f"It is set by `{node.name}` ({node.target}) in "
-        + ("forward" if peak.moment < simulation.num_forward else "backward")
-        + (f", {source}" if source else "")
-        + ", where these of the region are alive:",
-        *(f"  {mib(m.num_bytes):>10}  {graph.nodes[m.node].name}" for m in alive[:5]),
+        f"memory_budget={bound.text} of region {bound.path}: that is {asked}, but the lowest share found is {least}.",
+        f"It is set by {op_at(graph, simulation, peak.moment)}, where these of the region are alive:",
+        *alive_lines(graph, alive),
     ]
     return "\n".join([*lines, *policies_that_keep(problem, alive)])
 
 
-def _lowest(planner: SharePlanner, budget: Budget, budget_bytes: int) -> Offer:
+def _lowest(planner: SharePlanner, budget: Budget, budget_bytes: int, whole_bytes: int) -> Offer:
     """The plan with the lowest peak among those that keep within the region budgets."""
     lowest = planner.lowest
     if lowest.peak_bytes <= budget_bytes:
@@ -131,10 +126,10 @@ def _lowest(planner: SharePlanner, budget: Budget, budget_bytes: int) -> Offer:
     best = min(fitting, key=lambda offer: offer.peak_bytes)
     paths = ", ".join(bound.path for bound in limits.shares.budgets)
     message = (
-        f"{explain_minimum(budget.text, budget_bytes, planner.problem, best)}\n"
+        f"{explain_minimum(budget, budget_bytes, planner.problem, best, whole_bytes)}\n"
         f"The budgets of these regions have to hold at the same time: {paths}."
     )
     if not budget.take_minimum:
-        raise InfeasibleBudget(message)
+        raise InfeasibleBudget(f"{message}\n{budget.advice(best.peak_bytes, whole_bytes)}")
     warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
     return best

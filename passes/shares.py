@@ -85,13 +85,16 @@ class Limits:
 
     shares: Shares
     num_bytes: tuple[int, ...]
+    whole_bytes: tuple[int, ...]
+    """What they take if nothing is recomputed."""
 
     @staticmethod
     def resolve(shares: Shares, without_recompute: Simulation) -> Limits:
         """Turn fractions into bytes: they are parts of a region's share if nothing is recomputed."""
         peaks = shares.peaks(without_recompute)
         rows = zip(shares.budgets, peaks, strict=True)
-        return Limits(shares, tuple(_limit(budget, peak.num_bytes) for budget, peak in rows))
+        limits = tuple(_limit(budget, peak.num_bytes) for budget, peak in rows)
+        return Limits(shares, limits, tuple(peak.num_bytes for peak in peaks))
 
     def exceeded(self, peaks: Sequence[SharePeak]) -> list[int]:
         """The regions whose share is too large."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 import zoo
 from joints import capture
 from measure import activation_peak
-from remat.passes.budget import Budget
+from remat.passes.budget import Budget, alive_lines
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
 from remat.passes.errors import OptionError
 from remat.passes.flow import FlowProblem
 from remat.passes.planner import Planner
+from remat.passes.readable import size
 from remat.passes.storage import find_storages
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -184,8 +186,13 @@ def test_budget_that_cannot_be_met_names_the_minimum_and_what_sets_it(stack: Any
         _compiled(loss, memory_budget=0.001)()
     text = str(caught.value.inner_exception)
     assert isinstance(caught.value.inner_exception, remat.InfeasibleBudget)
-    assert "memory_budget=0.001: that is 0.0" in text
-    assert "the lowest activation peak found is" in text
+    found = re.search(
+        r"memory_budget=0\.001: that is .* \((\d+) bytes\) of (.*) without recomputation, "
+        r"but the lowest activation peak found is .* \((\d+) bytes\), (\d+\.\d)% of that\.",
+        text,
+    )
+    assert found is not None, text
+    assert 1000 * int(found[1]) == pytest.approx(int(found[3]) / (float(found[4]) / 100), rel=0.01)
     assert "It is set by `" in text
     assert 'on_infeasible="minimum"' in text
 
@@ -299,12 +306,51 @@ def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted(
     with pytest.raises(remat.InfeasibleBudget) as caught:
         Budget("tight", num_bytes=predicted, margin=0.07).when_infeasible(planner, predicted)
     text = str(caught.value)
-    assert f"({predicted} bytes), to which the compiler may add 0.0" in text
+    assert f"({predicted} bytes), to which the compiler may add " in text
     least = int(re.search(r"Give at least (\d+) bytes", text)[1])
     assert predicted < least < 1.1 * predicted
     budget = Budget("least", num_bytes=least, margin=0.07)
     assert budget.when_infeasible(planner, least) is planner.lowest
     assert planner.within_if_any(budget.safe_bytes(planner, least)).peak_bytes <= least * 0.93
+
+
+def test_budget_that_is_a_byte_too_small_can_be_told_from_the_lowest_peak() -> None:
+    planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=False)
+    lowest = planner.lowest.peak_bytes
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        Budget("tight", num_bytes=lowest - 1).when_infeasible(planner, lowest - 1)
+    text = str(caught.value)
+    assert f"({lowest - 1} bytes), but the lowest" in text and f"({lowest} bytes)." in text
+    assert "0.00 MiB" not in text
+
+
+def test_error_says_how_much_of_what_is_alive_it_does_not_list_and_where_the_rest_comes_from() -> None:
+    planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=False)
+    whole = planner.without_recompute
+    alive = whole.simulation.alive_at(whole.simulation.peak_moment)
+    *lines, last = alive_lines(planner.problem.graph, alive)
+    assert len(lines) == 5 < len(alive)
+    assert all(f"{__file__}:" in line for line in lines)
+    assert last == f"  ... and {len(alive) - 5} more, {size(sum(m.num_bytes for m in alive[5:]))}"
+    assert len(list(alive_lines(planner.problem.graph, alive[:5]))) == 5
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_least_fraction_that_an_error_names_is_accepted(fuses: bool) -> None:
+    planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=fuses)
+    budget = Budget("0.01", fraction=0.01, margin=0.07 * fuses)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        budget.when_infeasible(planner, budget.resolve(planner))
+    given = float(re.search(r"Give at least (0\.\d+) or \d+ bytes", str(caught.value))[1])
+    least = replace(budget, fraction=given)
+    assert least.when_infeasible(planner, least.resolve(planner)) is planner.lowest
+
+
+def test_warning_that_the_lowest_plan_is_taken_does_not_advise_to_ask_for_it() -> None:
+    planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=False)
+    with pytest.warns(UserWarning, match="the lowest activation peak found") as caught:
+        Budget("1KiB", num_bytes=1024, take_minimum=True).when_infeasible(planner, 1024)
+    assert not re.search("Give at least|or set", str(caught[0].message))
 
 
 def test_all_that_a_step_takes_is_a_budget_without_a_margin() -> None:

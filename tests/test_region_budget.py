@@ -251,9 +251,18 @@ def test_budget_below_the_minimum_names_region_share_and_op() -> None:
     with pytest.raises(Exception, match="lowest share found") as caught:
         compiled(model)(batch())
     text = str(caught.value)
-    assert "InfeasibleBudget: memory_budget='4KiB' of region 1: that is 0.00 MiB" in text
+    assert "InfeasibleBudget: memory_budget='4KiB' of region 1: that is 4.00 KiB (4096 bytes), but the" in text
     assert "It is set by `" in text and "where these of the region are alive:" in text
     assert 'on_infeasible="minimum"' in text
+
+
+def test_fraction_below_the_minimum_of_a_region_says_of_what_it_is_one() -> None:
+    model = made(Stack)
+    remat.apply(model, "1", memory_budget=0.01)
+    with pytest.raises(Exception, match="lowest share found") as caught:
+        compiled(model)(batch())
+    pattern = r"bytes\) of \S+ KiB without recomputation, but the lowest share found is .*, \d+\.\d% of that\."
+    assert re.search(pattern, str(caught.value))
 
 
 def test_policy_that_keeps_a_share_up_is_named() -> None:
@@ -262,7 +271,7 @@ def test_policy_that_keeps_a_share_up_is_named() -> None:
     with pytest.raises(Exception, match="lowest share found") as caught:
         compiled(model)(batch())
     line = save_narrow.__code__.co_firstlineno
-    assert re.search(rf"MiB  save_narrow \({__file__}:{line}\) says MUST_SAVE: .*`gelu", str(caught.value))
+    assert re.search(rf"KiB  save_narrow \({__file__}:{line}\) says MUST_SAVE: .*`gelu", str(caught.value))
 
 
 def test_lowest_plan_is_taken_if_asked_for(tmp_path: Path) -> None:
