@@ -1,11 +1,13 @@
-"""Store text, and read what was stored, with errors that name the file."""
+"""Store text and read what was stored, with errors that name the file, and find the form of what is to be written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from .errors import OptionError
 
 T = TypeVar("T")
 
@@ -31,3 +33,14 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def form_of(path: str | os.PathLike[str], forms: Iterable[str]) -> str:
+    """The form in which a file is to be written, by its suffix; an error if that is none, or if it has no folder."""
+    target, known = Path(path), tuple(forms)
+    form = target.suffix.lower()
+    if form not in known:
+        raise OptionError(f"{os.fspath(path)!r}: expected a file name that ends in {', '.join(known)}")
+    if not target.parent.is_dir():
+        raise OptionError(f"{os.fspath(path)!r}: there is no folder {os.fspath(target.parent)!r}")
+    return form

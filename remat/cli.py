@@ -1,6 +1,7 @@
 """The command `remat`: explain a model, look at stored plans, compare two of them, draw the frontier.
 
-Exit codes: 0 fine; 1 a difference was found, or the budget cannot be met; 2 wrong usage or a file that cannot be read.
+Exit codes: 0 fine; 1 a difference was found, or the budget cannot be met; 2 wrong usage, a file that cannot be read,
+or a model that raises an error.
 Results go to stdout, progress and errors to stderr.
 """
 
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from .passes.errors import InfeasibleBudget, OptionError, RematError
+from .passes.files import form_of, parsed_file
+from .program_error import in_one_line, wants_traceback
 from .version import __version__
 
 OK, DIFFERENT, WRONG_USAGE = 0, 1, 2
@@ -42,7 +46,10 @@ inputs (--input):
     keyword inputs: "input_ids=i64[1,128]<32000, labels=i64[1,128]<32000"
   or the name of a function that returns the inputs, pkg.mod:make_inputs: a tensor, a tuple, or a dictionary of
   keyword inputs.
-  A result that is no tensor needs nothing special: what has a gradient is planned for."""
+  A result that is no tensor needs nothing special: what has a gradient is planned for.
+
+errors:
+  What a model raises is told in one line, with its type; REMAT_DEBUG=1 in the environment prints the traceback, too."""
 
 EXPLAIN_EXAMPLES = """\
 examples:
@@ -52,7 +59,7 @@ examples:
   remat explain mymodel:make_model --input mymodel:make_batch --why attn_out
   remat explain mymodel:make_model --input 'f32[8,128]' --json | jq .graphs[0].plan.peak
 
-exit codes: 0 fine; 1 the budget cannot be met; 2 wrong usage"""
+exit codes: 0 fine; 1 the budget cannot be met; 2 wrong usage, or the model raises an error"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"remat: {error}", file=sys.stderr)
+    if wants_traceback():
+        traceback.print_exception(error)
+    print(f"remat: {_in_flags(str(error))}", file=sys.stderr)
     return code
+
+
+def _in_flags(text: str) -> str:
+    """An error's advice in terms of the command line: what is an option of Python is a flag here."""
+    for said in ('set on_infeasible="minimum"', 'compile with on_infeasible="minimum"'):
+        text = text.replace(said, "give --on-infeasible minimum")
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
@@ -115,6 +131,12 @@ def _add_explain(commands: Any) -> None:
     parser = _add_command(commands, "explain", _explain, text, f"{MODEL_HELP}\n\n{EXPLAIN_EXAMPLES}")
     _add_model(parser)
     parser.add_argument("--memory-budget", metavar="SIZE", help="bound on the activation peak: 2GiB, 500MB, 35%%")
+    parser.add_argument(
+        "--on-infeasible",
+        choices=("error", "minimum"),
+        default="error",
+        help="a budget that no plan meets: an error (default), or the lowest plan, with a warning",
+    )
     parser.add_argument("--dynamic", action="store_true", help="take the sizes of inputs for symbols")
     parser.add_argument(
         "--unbacked-hint", type=int, metavar="SIZE", help="how large sizes get that only the data tells"
@@ -181,18 +203,34 @@ def _add_pareto(commands: Any) -> None:
 def _explain(asked: argparse.Namespace) -> int:
     from .frontier import pareto
     from .report import explain
-    from .spec import load_model, make_inputs, placed
+    from .report.report import FORMS
 
+    _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model}
     sizes = {"unbacked_hint": asked.unbacked_hint, "dynamic": asked.dynamic}
-    with placed(asked.device) as device:
-        model = load_model(asked.model, device, is_function=asked.function)
-        args, kwargs = make_inputs(asked.input, device)
-        budget = _budget(asked.memory_budget)
-        report = explain(model, *args, memory_budget=budget, progress=True, **options, **sizes, **kwargs)
+    bound = {"memory_budget": _budget(asked.memory_budget), "on_infeasible": asked.on_infeasible}
+    with _loaded(asked) as (model, args, kwargs):
+        report = explain(model, *args, progress=True, **bound, **options, **sizes, **kwargs)
         if asked.pareto:
             report = replace(report, pareto=pareto(model, *args, progress=True, **options, **kwargs))
     return _hand_over(report, asked, report.why(asked.why) if asked.why else None)
+
+
+def _check_output(asked: argparse.Namespace, forms: Sequence[str]) -> None:
+    """Refuse files that cannot be written before anything takes time."""
+    for file in asked.output:
+        form_of(file, forms)
+
+
+@contextmanager
+def _loaded(asked: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The model and its inputs, on the device where they are asked for; what they raise is told in a line."""
+    from .spec import load_model, make_inputs, placed
+
+    hint = "" if asked.input else "; --input says with which inputs it is called"
+    with placed(asked.device) as device, in_one_line(asked.model, hint):
+        model = load_model(asked.model, device, is_function=asked.function)
+        yield model, *make_inputs(asked.input, device)
 
 
 def _budget(text: str | None) -> Any:
@@ -222,8 +260,10 @@ def _hand_over(report: Any, asked: argparse.Namespace, why: Any, *, full: bool =
 def _show(asked: argparse.Namespace) -> int:
     from .passes.plan import Plan
     from .report import Report
+    from .report.report import FORMS
 
-    text = Path(asked.file).read_text(encoding="utf-8")
+    _check_output(asked, FORMS)
+    text = parsed_file(asked.file, str)
     if asked.set:
         return _show_at(asked)
     if not _is_report(text):
@@ -277,13 +317,11 @@ def _diff(asked: argparse.Namespace) -> int:
 
 
 def _pareto(asked: argparse.Namespace) -> int:
-    from .frontier import pareto
-    from .spec import load_model, make_inputs, placed
+    from .frontier import FORMS, pareto
 
+    _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model, "num_budgets": asked.num_budgets}
-    with placed(asked.device) as device:
-        model = load_model(asked.model, device, is_function=asked.function)
-        args, kwargs = make_inputs(asked.input, device)
+    with _loaded(asked) as (model, args, kwargs):
         frontier = pareto(model, *args, progress=True, **options, **kwargs)
     return _hand_over(frontier, asked, None)
 

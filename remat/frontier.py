@@ -27,7 +27,7 @@ from .passes.budget import Budget
 from .passes.choose import Picked, write_plan
 from .passes.cost import TICKS_PER_SECOND
 from .passes.errors import OptionError, RematError
-from .passes.files import parsed_file
+from .passes.files import form_of, parsed_file
 from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare
@@ -40,6 +40,9 @@ from .passes.verify import verify_schedule
 
 FORMAT = 1
 """Version of the JSON form."""
+
+FORMS = (".svg", ".html", ".json", ".txt")
+"""The suffixes of files that a frontier can be saved as."""
 
 NUM_BUDGETS = 16
 """How many budgets are asked for between the highest and the lowest peak, unless told."""
@@ -122,16 +125,9 @@ class Pareto:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the frontier in the form that the file's suffix names: .svg, .html, .json (with all plans) or .txt."""
-        writers: dict[str, Callable[[], str]] = {
-            ".svg": self.to_svg,
-            ".html": self.to_html,
-            ".json": self.to_json,
-            ".txt": lambda: f"{self}\n",
-        }
-        target = Path(path)
-        if target.suffix not in writers:
-            raise OptionError(f"{os.fspath(path)!r}: expected a file name that ends in {', '.join(writers)}")
-        target.write_text(writers[target.suffix](), encoding="utf-8")
+        writers: tuple[Callable[[], str], ...] = (self.to_svg, self.to_html, self.to_json, lambda: f"{self}\n")
+        write = dict(zip(FORMS, writers, strict=True))[form_of(path, FORMS)]
+        Path(path).write_text(write(), encoding="utf-8")
 
     def to_json(self) -> str:
         """All figures and plans as JSON text."""

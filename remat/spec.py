@@ -46,8 +46,22 @@ def placed(device: str) -> Iterator[str]:
         torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"--device {device!r}: expected meta, cpu, fake:cpu or another device of torch") from error
+    if not device.startswith(FAKE):
+        _check_device(device)
     with fake_mode() if device.startswith(FAKE) else nullcontext():
         yield name
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that torch knows of and this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise OptionError(
+            f"--device {device!r}: torch cannot use it here ({reason}); expected meta, fake:cpu, cpu or a device that "
+            "this machine has"
+        ) from error
 
 
 def load(text: str) -> Any:
@@ -93,6 +107,8 @@ def load_model(text: str, device: str, *, is_function: bool) -> Callable[..., An
         try:
             made = found()
         except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # it was called, and what it does is wrong
             raise OptionError(
                 f"{text!r} cannot be called without arguments ({error}); write a function that makes the model, "
                 "or give --function if this is the function to explain"

@@ -32,6 +32,20 @@ class Model(nn.Module):
         x = remat.name(torch.tanh(self.first(x)), "middle")
         return self.second(x.sin().exp()).sum() * (1.0 if scale is None else scale.sum())
 
+class Broken(Model):
+    def forward(self, x):
+        if x.shape[0] == 4:
+            raise KeyError("missing")
+        return super().forward(x)
+
+class Unmade(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear("wide", 3)
+
+def bad_inputs():
+    return 1 / 0
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,14 +156,66 @@ def test_budget_that_cannot_be_met_ends_with_one(program: str, capsys: pytest.Ca
         (["{program}:Model", "--input", "x=f32[4], f32[4]"], "inputs without a name come before"),
         (["{program}:Model", "--input", "f32[4,16]", "--memory-budget", "lots"], "memory_budget='lots'"),
         (["{program}:Model", "--input", "f32[4,16]", "-o", "report.pdf"], "expected a file name that ends in"),
+        (["{program}:Model", "--input", "f32[4,16]", "-o", "nowhere/report.svg"], "there is no folder 'nowhere'"),
+        (["{program}:Model", "--input", "f32[4,16]", "--device", "cuda"], "--device 'cuda': torch cannot use it here"),
+        (["{program}:Model"], "missing 1 required positional argument: 'x'; --input says with which inputs"),
+        (["{program}:Model", "--input", "f32[4,17]"], "must have same reduction dim, but got [4, 17] X [16, 16], at "),
+        (["{program}:Model", "--input", "y=f32[4,16]"], "TypeError: Model.forward() got an unexpected keyword arg"),
+        (["{program}:Broken", "--input", "f32[4,16]"], "KeyError: 'missing'"),
+        (["{program}:Unmade", "--input", "f32[4,16]"], "{program}:Unmade: TypeError: empty()"),
+        (["{program}:Model", "--input", "{program}:bad_inputs"], "ZeroDivisionError: division by zero, at {program}:"),
     ],
 )
 def test_wrong_usage_ends_with_two(
     program: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has what is not there in the test")
     code, out, err = run(capsys, "explain", *(a.replace("{program}", program) for a in arguments))
     assert (code, out) == (WRONG_USAGE, "")
-    assert message in err
+    message = message.replace("{program}", program)
+    *progress, last = err.splitlines()
+    assert last.startswith("remat: ") and message in last
+    assert all(line.startswith("remat.explain: ") for line in progress)
+
+
+def test_traceback_of_a_model_is_printed_if_asked_for(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = ("explain", f"{program}:Broken", "--input", "f32[4,16]")
+    assert "REMAT_DEBUG=1 prints the traceback" in run(capsys, *broken)[2]
+    monkeypatch.setenv("REMAT_DEBUG", "1")
+    code, _, err = run(capsys, *broken)
+    assert code == WRONG_USAGE
+    assert "Traceback (most recent call last)" in err and 'raise KeyError("missing")' in err
+    assert err.splitlines()[-1].startswith("remat: ") and "REMAT_DEBUG" not in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["explain", "pareto", "show"])
+def test_output_that_cannot_be_written_is_refused_before_anything_takes_time(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, command, "nowhere.at.all:Model", "-o", "report.pdf")
+    assert code == WRONG_USAGE
+    assert "expected a file name that ends in" in err
+
+
+def test_suffix_of_an_output_may_be_in_capitals(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "REPORT.SVG"
+    assert run(capsys, "explain", f"{program}:Model", "--input", "f32[4,16]", "-o", str(file))[0] == OK
+    assert file.read_text().startswith("<svg")
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget=")
+def test_lowest_plan_can_be_asked_for(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("explain", f"{program}:Model", "--input", "f32[400,16]", "--memory-budget", "1KiB")
+    _, _, err = run(capsys, *asked)
+    assert "or give --on-infeasible minimum to take the lowest plan" in err
+    code, out, _ = run(capsys, *asked, "--on-infeasible", "minimum")
+    assert code == OK
+    assert "exceeded by" in out
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from ..passes.errors import OptionError
-from ..passes.files import parsed_file
+from ..passes.files import form_of, parsed_file
 from ..passes.plan import Plan
 from ..version import __version__
 from .model import GraphReport
@@ -20,6 +19,10 @@ from .why import Why, why
 
 if TYPE_CHECKING:
     from ..frontier import Pareto
+
+
+FORMS = (".txt", ".json", ".dot", ".svg", ".html")
+"""The suffixes of files that a report can be saved as."""
 
 
 @dataclass(frozen=True)
@@ -101,17 +104,9 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report in the form that the file's suffix names: .txt, .json, .dot, .svg or .html."""
-        writers: dict[str, Callable[[], str]] = {
-            ".txt": self.to_text,
-            ".json": self.to_json,
-            ".dot": self.to_dot,
-            ".svg": self.to_svg,
-            ".html": self.to_html,
-        }
-        target = Path(path)
-        if target.suffix not in writers:
-            raise OptionError(f"{os.fspath(path)!r}: expected a file name that ends in {', '.join(writers)}")
-        target.write_text(writers[target.suffix](), encoding="utf-8")
+        writers: tuple[Callable[[], str], ...] = (self.to_text, self.to_json, self.to_dot, self.to_svg, self.to_html)
+        write = dict(zip(FORMS, writers, strict=True))[form_of(path, FORMS)]
+        Path(path).write_text(write(), encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
