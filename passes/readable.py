@@ -18,9 +18,21 @@ def exact_size(num_bytes: int) -> str:
     return f"{size(num_bytes)} ({num_bytes} bytes)"
 
 
-def duration(seconds: float) -> str:
+def size_unit(num_bytes: int) -> tuple[str, float]:
+    """The largest unit that leaves bytes a whole part, and how many bytes it is."""
+    unit = size(num_bytes).split()[1]
+    return unit, 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
+def duration(seconds: float, digits: int = 3) -> str:
     """Seconds for people: `1.25 ms`."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns")):
-        if seconds * factor >= 1 or unit == "ns":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
+    unit, factor = time_unit(seconds)
+    return f"{seconds / factor:.{digits}g} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The largest unit that leaves seconds a whole part, or nanoseconds, and how many seconds it is."""
+    for unit, per_second in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * per_second >= 1:
+            return unit, 1 / per_second
+    return "ns", 1e-9

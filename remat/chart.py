@@ -10,6 +10,8 @@ from html import escape
 WIDTH, HEIGHT = 720, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 44, 56
 NUM_TICKS = 6
+DIGIT_WIDTH = 7.5
+"""How wide a digit of a label is at most."""
 
 # Told apart by colour and by mark, so that the chart reads without colours too.
 COLOURS = ("#1f6fd0", "#c2410c", "#15803d", "#9333ea", "#0e7490", "#a16207", "#be185d", "#525252")
@@ -98,7 +100,9 @@ def _axes(
     for value in x_ticks:
         x = frame.x(value)
         yield f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}"/>'
-        yield f'<text class="quiet" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>'
+        label = f"{value:g}"
+        x = min(x, WIDTH - 1 - DIGIT_WIDTH * len(label) / 2)  # the last one would run over the edge
+        yield f'<text class="quiet" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>'
     for value in y_ticks:
         y = frame.y(value)
         yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from .frontier_file import no_frontier
 from .passes.errors import InfeasibleBudget, OptionError, RematError
 from .passes.files import form_of, parsed_file
 from .program_error import in_one_line, wants_traceback
@@ -263,7 +264,7 @@ def _show(asked: argparse.Namespace) -> int:
     from .report.report import FORMS
 
     _check_output(asked, FORMS)
-    text = parsed_file(asked.file, str)
+    text = parsed_file(asked.file, lambda text: no_frontier(text, asked.file))
     if asked.set:
         return _show_at(asked)
     if not _is_report(text):

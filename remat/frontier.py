@@ -32,7 +32,7 @@ from .passes.flow import FlowProblem
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare
 from .passes.planner import Offer, Planner
-from .passes.readable import size
+from .passes.readable import duration, size, size_unit, time_unit
 from .passes.region_budget import Found, choose_within_shares
 from .passes.shares import Shares
 from .passes.storage import Storages
@@ -40,6 +40,9 @@ from .passes.verify import verify_schedule
 
 FORMAT = 1
 """Version of the JSON form."""
+
+DIGITS = 4
+"""How exactly extra times are printed: those of neighbours may differ by less than a hundredth."""
 
 FORMS = (".svg", ".html", ".json", ".txt")
 """The suffixes of files that a frontier can be saved as."""
@@ -92,7 +95,7 @@ class Frontier:
         for point in self.points:
             lines.append(
                 f"  {size(point.peak_bytes):>13}  {point.peak_bytes / max(whole, 1):>7.1%}  "
-                f"{1e3 * point.extra_seconds:>8.2f} ms  {size(point.plan.saved_bytes):>13}  {point.plan.planner}"
+                f"{duration(point.extra_seconds, DIGITS):>11}  {size(point.plan.saved_bytes):>13}  {point.plan.planner}"
             )
         return "\n".join(lines)
 
@@ -104,7 +107,7 @@ class Pareto:
     graphs: tuple[Frontier, ...]
     """One frontier per joint graph, in the order in which they were traced."""
     graph_break: str
-    """Why there are several graphs; empty if the function is one graph."""
+    """Why there are several graphs, each break with its line; empty if the function is one graph."""
 
     @property
     def largest(self) -> Frontier:
@@ -176,10 +179,15 @@ class Pareto:
 
     def to_svg(self) -> str:
         """A chart of extra time over activation peak, a line per graph."""
+        points = [point for graph in self.graphs for point in graph.points]
+        of_bytes, unit_bytes = size_unit(max(point.peak_bytes for point in points))
+        of_seconds, unit_seconds = time_unit(max(point.extra_seconds for point in points))
         series = [
             Series(
                 name=f"graph {number}, {graph.num_nodes} nodes" if len(self.graphs) > 1 else "",
-                marks=tuple(_mark(point, graph.peak_without_recompute_bytes) for point in graph.points),
+                marks=tuple(
+                    _mark(point, graph.peak_without_recompute_bytes, unit_bytes, unit_seconds) for point in graph.points
+                ),
             )
             for number, graph in enumerate(self.graphs)
         ]
@@ -187,8 +195,8 @@ class Pareto:
         return chart(
             series,
             title=f"Time for memory, predicted for {executor}",
-            x_label="activation peak, MiB",
-            y_label="time added to the fastest step, ms",
+            x_label=f"activation peak, {of_bytes}",
+            y_label=f"time added to the fastest step, {of_seconds}",
         )
 
     def to_html(self) -> str:
@@ -208,12 +216,12 @@ def _frontier(data: dict[str, Any]) -> Frontier:
     return Frontier(points, int(data["peak_without_recompute_bytes"]), int(data["num_nodes"]))
 
 
-def _mark(point: Point, whole_bytes: int) -> Mark:
+def _mark(point: Point, whole_bytes: int, unit_bytes: float, unit_seconds: float) -> Mark:
     title = (
         f"{size(point.peak_bytes)} ({point.peak_bytes / max(whole_bytes, 1):.0%} of the peak without "
-        f"recompute), {1e3 * point.extra_seconds:.2f} ms, planner: {point.plan.planner}"
+        f"recompute), {duration(point.extra_seconds, DIGITS)}, planner: {point.plan.planner}"
     )
-    return Mark(point.peak_bytes / 2**20, 1e3 * point.extra_seconds, title)
+    return Mark(point.peak_bytes / unit_bytes, point.extra_seconds / unit_seconds, title)
 
 
 def pareto(
@@ -251,7 +259,7 @@ def pareto(
         captured = capture(function, args, kwargs, visit, fuses=options.fuses)
     if not found:
         raise RematError(_nothing_to_plan(function, captured))
-    return Pareto(tuple(found), captured.graph_break)
+    return Pareto(tuple(found), "; ".join(captured.graph_breaks))
 
 
 def _plan_graph(

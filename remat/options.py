@@ -11,6 +11,7 @@ from typing import Any, get_origin
 
 import torch.fx as fx
 
+from .frontier_file import no_frontier
 from .memory_budget import parse_budget
 from .passes.budget import Budget
 from .passes.errors import OptionError
@@ -179,7 +180,8 @@ def _plan(value: Any) -> tuple[Plan, ...]:
             f"plan={value!r}: expected a Plan, the path of a plan that Plan.save wrote, or a list of them"
         )
     try:
-        return plans_from_json(Path(value).read_text(encoding="utf-8"), os.fspath(value))
+        text = no_frontier(Path(value).read_text(encoding="utf-8"), value)
+        return plans_from_json(text, os.fspath(value))
     except (OSError, ValueError) as error:
         raise OptionError(f"plan={os.fspath(value)!r} cannot be read: {error}") from error
 

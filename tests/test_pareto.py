@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from functools import cache
@@ -15,11 +17,15 @@ import pytest
 import torch
 from measure import activation_peak
 from remat.passes.plan import Plan
+from remat.passes.readable import duration
 from torch import nn
 
 import remat
-from remat.chart import Mark, Series, chart, ticks
+from remat import frontier
+from remat.chart import WIDTH, Mark, Series, chart, ticks
+from remat.cli import main
 from remat.frontier import FORMAT, Pareto, ladder, undominated
+from remat.options import Options
 from remat.report.stored import SCHEMA
 
 
@@ -181,6 +187,8 @@ def test_broken_function_has_a_frontier_per_graph_and_its_state_is_put_back() ->
     found = remat.pareto(model, x, inner="aot_eager", num_budgets=2)
     assert len(found.graphs) == 2
     assert "graph_break" in found.graph_break
+    line = inspect.getsourcelines(Broken.forward)[1] + 2
+    assert f"test_pareto.py:{line}: " in found.graph_break
     assert str(found).startswith(f"2 joint graphs: {found.graph_break}")
     assert torch.equal(torch.get_rng_state(), generator)
     torch.testing.assert_close(dict(model.named_buffers()), buffers, rtol=0, atol=0)
@@ -292,7 +300,55 @@ def test_svg_has_a_titled_mark_for_every_point(tmp_path: Path) -> None:
     root = ElementTree.parse(tmp_path / "pareto.svg").getroot()
     titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(frontier.points)
-    assert "ms, planner: " in titles[0]
+    assert "s, planner: " in titles[0]
+
+
+def scaled(frontier: Pareto, peak: float, time: float) -> Pareto:
+    """The same frontier with other figures."""
+    (graph,) = frontier.graphs
+    points = tuple(
+        replace(point, peak_bytes=int(peak * point.peak_bytes), extra_seconds=time * point.extra_seconds)
+        for point in graph.points
+    )
+    return Pareto((replace(graph, points=points),), "")
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1 / 1024, "B"), (1, "KiB"), (1024, "MiB"), (2**20, "GiB")])
+def test_axes_have_units_of_the_size_of_what_they_show(scale: float, unit: str) -> None:
+    """So labels are short, and none runs over the edge."""
+    text = scaled(chain_frontier(), scale, scale).to_svg()
+    assert f"activation peak, {unit}<" in text
+    labels = re.findall(r'<text class="quiet"[^>]*>([^<]*)</text>', text)
+    assert labels and all(len(label) <= 5 for label in labels)
+
+
+def test_extra_times_that_differ_little_are_told_apart() -> None:
+    first, second = (scaled(chain_frontier(), 1, time) for time in (1e-6, 1.003e-6))
+    assert str(first) != str(second)
+
+
+def test_label_at_the_edge_is_not_cut_off() -> None:
+    marks = (Mark(0, 0), Mark(123456789.0, 1))
+    root = ElementTree.fromstring(chart([Series("", marks)], title="", x_label="", y_label=""))
+    texts = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if (e.text or "").startswith("1.25e")]
+    assert texts and all(float(e.get("x")) + 7.5 * len(e.text) / 2 <= WIDTH for e in texts)
+
+
+def test_frontier_that_is_taken_for_a_plan_says_how_to_take_one_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pareto.json"
+    chain_frontier().save(file)
+    with pytest.raises(remat.OptionError, match=r"cannot be read: this is a frontier .*, not a plan") as caught:
+        Options.parse({"plan": file})
+    for command in (("show", file), ("diff", file, file)):
+        assert main([str(part) for part in command]) == 2
+        assert "this is a frontier" in capsys.readouterr().err
+    (advice,) = re.findall(r"remat\.frontier\.\S+ *\S+\.plan\.save\([^)]*\)", str(caught.value))
+    exec(
+        advice.replace('"plan.json"', repr(str(tmp_path / "plan.json"))), {"remat": SimpleNamespace(frontier=frontier)}
+    )
+    assert Plan.load(tmp_path / "plan.json") == chain_frontier().points[0].plan
 
 
 def test_text_and_page_show_every_point(tmp_path: Path) -> None:
@@ -300,7 +356,7 @@ def test_text_and_page_show_every_point(tmp_path: Path) -> None:
     for name in ("pareto.txt", "pareto.html"):
         frontier.save(tmp_path / name)
         text = (tmp_path / name).read_text()
-        assert all(f"{1e3 * point.extra_seconds:.2f} ms" in text for point in frontier.points)
+        assert all(duration(point.extra_seconds, 4) in text for point in frontier.points)
 
 
 def test_unknown_suffix_is_refused(tmp_path: Path) -> None:

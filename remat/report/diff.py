@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from ..frontier_file import no_frontier
+from ..passes.files import parsed_file
 from ..passes.plan import Action, Decision, Plan, plans_from_json
 from .model import PAST, duration, printable, short_source, size
 
@@ -77,10 +78,7 @@ class Diff:
 
 def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     """The plans of a file that holds one plan or a report."""
-    try:
-        return plans_from_json(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+    return parsed_file(path, lambda text: plans_from_json(no_frontier(text, path)))
 
 
 def compare(before: Sequence[Plan], after: Sequence[Plan]) -> Diff:
