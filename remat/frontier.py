@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from .asked import check_call
 from .capture import Captured, Split, capture
 from .chart import Mark, Series, chart
 from .options import Options
@@ -241,8 +242,7 @@ def pareto(
     `options={"inner": inner, "plan": point.plan}`. Progress goes to stderr if that is a terminal, or as `progress`
     says.
     """
-    if not callable(function):
-        raise OptionError(f"pareto({function!r}): expected a module or a function, and then its arguments")
+    check_call(pareto, function, kwargs)
     if isinstance(num_budgets, bool) or not isinstance(num_budgets, int) or num_budgets < 1:
         raise OptionError(f"num_budgets={num_budgets!r}: expected a whole number from 1")
     options = Options.parse({"inner": inner, "cost_model": cost_model})

@@ -55,8 +55,16 @@ def _from_text(text: str) -> tuple[float | None, int | None]:
         return _checked_fraction(number / 100, text), None
     factors = {name.upper(): factor for name, factor in UNITS.items()}
     if unit.upper() not in factors:
-        raise _wrong(text, f"; units are %, {', '.join(UNITS)}")
+        raise _wrong(text, _unit_hint(match["number"], unit))
     return None, _checked_bytes(round(number * factors[unit.upper()]), text)
+
+
+def _unit_hint(number: str, unit: str) -> str:
+    """What may have been meant by an unknown unit: `2G` is 2GiB to one and 2GB to another."""
+    meant = [name for name in UNITS if len(name) > 1 and name[0] == unit[0].upper()]
+    if unit.upper() not in {name.upper().removesuffix("B") for name in meant}:
+        return f"; units are %, {', '.join(UNITS)}"
+    return f"; write {' or '.join(f'{number}{name}' for name in reversed(meant))}"
 
 
 def _checked_fraction(fraction: float, value: Any) -> float:

@@ -68,6 +68,20 @@ def test_one_is_said_to_be_ambiguous() -> None:
         parse_budget(1)
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("2G", "write 2GiB or 2GB"),
+        ("1.5m", "write 1.5MiB or 1.5MB"),
+        ("3ti", "write 3TiB or 3TB"),
+        ("2 Gx", "units are"),
+    ],
+)
+def test_unit_that_may_mean_two_things_is_refused_with_both(text: str, hint: str) -> None:
+    with pytest.raises(OptionError, match=hint):
+        parse_budget(text)
+
+
 def test_unknown_unit_is_refused_with_the_units() -> None:
     with pytest.raises(OptionError, match=r"units are %, B, KB, MB"):
         parse_budget("2 GiBs")

@@ -271,6 +271,15 @@ def test_files_that_cannot_be_read_end_with_two(
     assert "plan.json" in err
 
 
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_file_that_is_no_text_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bin.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    code, _, err = run(capsys, command, *[str(file)] * (1 + (command == "diff")))
+    assert code == WRONG_USAGE
+    assert "bin.json: " in err and "utf-8" in err
+
+
 def test_pareto_prints_the_frontier(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("pareto", f"{program}:Model", "--input", "f32[64,16]", "--num-budgets", "2")
     code, out, err = run(capsys, *arguments)

@@ -130,6 +130,25 @@ def test_graph_breaks_are_listed_with_their_line() -> None:
     assert "graph breaks: 2" in str(report)
 
 
+@pytest.mark.parametrize("ask", [remat.explain, remat.pareto])
+def test_what_cannot_be_called_is_refused(ask: Any) -> None:
+    with pytest.raises(remat.OptionError, match=r"\(3\): expected a module or a function, and then its arguments"):
+        ask(3, torch.randn(4))
+
+
+@pytest.mark.parametrize(
+    ("ask", "given", "meant"),
+    [(remat.explain, "memory_budgets", "memory_budget"), (remat.pareto, "num_budget", "num_budgets")],
+)
+def test_misspelt_option_is_told_from_an_argument(ask: Any, given: str, meant: str) -> None:
+    """Unless the function takes an argument of that name."""
+    with pytest.raises(remat.OptionError, match=f"takes no argument '{given}'.* Did you mean '{meant}'"):
+        ask(Plain(), torch.randn(4, 32), **{given: 3})
+    for taking in (lambda x, **named: (x * len(named)).sum(), lambda x, memory_budgets=3, num_budget=3: x.sum()):
+        torch._dynamo.reset()
+        ask(taking, torch.randn(4, requires_grad=True), **{given: 3})
+
+
 def test_function_without_backward_is_refused() -> None:
     with pytest.raises(remat.RematError, match="no backward pass to plan for"):
         remat.explain(lambda x: x.sin(), torch.randn(3))
@@ -460,6 +479,11 @@ def test_reasons_of_a_budget_that_the_cheapest_cut_meets_are_those_without_one()
 def test_why_of_an_unknown_name_suggests_others() -> None:
     with pytest.raises(remat.OptionError, match=r"Did you mean 'attn_out'"):
         nested_report_once().why("atn_out")
+
+
+def test_why_of_what_is_no_name_is_refused() -> None:
+    with pytest.raises(remat.OptionError, match=r"why\(3\): expected a node, or the name of a value"):
+        nested_report_once().why(3)
 
 
 def test_why_works_on_a_stored_report() -> None:

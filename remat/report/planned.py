@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from ..asked import check_call
 from ..capture import Captured, Split, capture
 from ..frontier import Progress
 from ..options import Options
@@ -40,6 +41,7 @@ def explain(
     those of the inputs, except for what `torch._dynamo.mark_dynamic` has marked; with `dynamic=True` they are symbols.
     Progress goes to stderr if that is a terminal, or as `progress` says.
     """
+    check_call(explain, function, kwargs)
     asked = {"inner": inner, "cost_model": cost_model, "memory_budget": memory_budget, "on_infeasible": on_infeasible}
     options = Options.parse({**asked, "unbacked_hint": unbacked_hint})
     request = Partitioner(options).request

@@ -69,6 +69,8 @@ class Why:
 
 def why(graphs: Sequence[GraphReport], asked: str) -> Why:
     """Find the values of a name and say why each got its decision."""
+    if not isinstance(asked, str):
+        raise OptionError(f"why({asked!r}): expected a node, or the name of a value")
     found = [(number, row) for number, graph in enumerate(graphs) for row in _named(graph, asked)]
     if not found:
         known = dict.fromkeys(n for graph in graphs for row in graph.nodes for n in (row.label, row.name) if n)
