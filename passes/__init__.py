@@ -28,6 +28,6 @@
 
 Shared by all: op_facts (what is known of operators), expressions (of sizes, as text), policy, name_op, source (where a
 node comes from), readable (bytes and times for people), errors, fields (of stored data, checked; plan_claims: those of
-plans against each other), fingerprint (cache keys), torch_private (every private import). Nothing here knows decorators,
-`torch.compile` or global settings.
+plans against each other), fingerprint (cache keys), torch_private (every private import). Nothing here knows
+decorators, `torch.compile` or global settings.
 """
