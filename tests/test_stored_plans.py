@@ -73,7 +73,7 @@ def refusal(model: nn.Module, **options: Any) -> str:
 def low_plan() -> Plan:
     """The plan with the lowest peak, which recomputes much, some of it twice."""
     plan = remat.pareto(Layers(), rows(), inner="aot_eager", num_budgets=4, cost_model="flops").points[-1].plan
-    assert max(d.num_recomputes for d in plan.decisions) == 2
+    assert max(d.num_recomputes for d in plan.decisions) >= 2
     assert plan.phases
     return plan
 
