@@ -41,6 +41,8 @@ class Budget:
     """Where the bound cannot be met, warn and take the lowest plan instead of raising an error."""
     margin: float = 0.0
     """The part of it that is left free for what a compiler adds to the simulated peak."""
+    is_for_lowest: bool = False
+    """Take the lowest plan in any case, to see what a compiler makes of that."""
 
     def margin_in(self, storages: Storages) -> float:
         """What part of the bound is left free in one graph."""
@@ -71,7 +73,7 @@ class Budget:
         whole = planner.without_recompute.peak_bytes
         message = explain_minimum(self, budget_bytes, planner.problem, lowest, whole, promised)
         if not self.take_minimum:
-            raise InfeasibleBudget(f"{message}\n{self.advice(promised, whole)}")
+            raise InfeasibleBudget(message, self.advice(promised, whole))
         warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
         return lowest
 

@@ -90,12 +90,15 @@ def pick_from(planner: Planner, budget: Budget | None) -> Picked:
     if budget is None:
         return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
-    offer = planner.within_if_any(budget.safe_bytes(planner, budget_bytes)) or budget.when_infeasible(
-        planner, budget_bytes
-    )
+    offer = planner.lowest if budget.is_for_lowest else _within(planner, budget, budget_bytes)
     rivals = tuple(rival.schedule for rival in planner.rivals)
     least = planner.least_ticks(budget_bytes) if offer.peak_bytes <= budget_bytes else None
     return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals, least_ticks=least)
+
+
+def _within(planner: Planner, budget: Budget, budget_bytes: int) -> Offer:
+    found = planner.within_if_any(budget.safe_bytes(planner, budget_bytes))
+    return found or budget.when_infeasible(planner, budget_bytes)
 
 
 def write_plan(

@@ -21,6 +21,11 @@ class InfeasibleCut(RematError):
 class InfeasibleBudget(RematError):
     """No plan that was found keeps the activation peak within the budget."""
 
+    def __init__(self, finding: str, advice: str = "") -> None:
+        """Say what was found, and what to do; who finds out more may give other advice."""
+        super().__init__(f"{finding}\n{advice}" if advice else finding)
+        self.finding = finding
+
 
 class PlanMismatch(RematError):
     """A stored plan was made for another graph, or does not do what it says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
@@ -11,11 +12,12 @@ from .capture import split_only
 from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
-from .passes.budget import LOWEST_PLAN_OPTION, mib
-from .passes.errors import InfeasibleBudget
+from .passes.budget import LOWEST_PLAN_OPTION
+from .passes.errors import InfeasibleBudget, causes_of
 from .passes.fusion import may_fuse, planned_order
 from .passes.kernels import Excess
 from .passes.out_of_memory import advising
+from .passes.readable import exact_size
 from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
@@ -63,18 +65,37 @@ def _split_only(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Part
 
 def _with_inductor(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
     """Compile with inductor; where its kernels take more than the budget, plan again with less of it."""
-    margin = 0.0
+    margin, infeasible = 0.0, None
     for _ in range(MOST_PLANS):
         partitioner = Partitioner(options, keeps_order=True, margin=margin)
         try:
             return _compiled(gm, example_inputs, partitioner)
-        except Exception:
+        except Exception as error:
             if partitioner.excess is None:
-                raise
+                infeasible = next((e for e in causes_of(error) if isinstance(e, InfeasibleBudget)), None)
+                if infeasible is None or not partitioner.is_checked:
+                    raise
+                break
             margin = max(margin + LEAST_STEP, partitioner.excess.margin)
+    return _with_lowest_plan(gm, example_inputs, options, infeasible if margin == 0.0 else None)
+
+
+def _with_lowest_plan(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, infeasible: InfeasibleBudget | None
+) -> Callable[..., Any]:
+    """Compile the lowest plan if its kernels keep within the budget, or if it is asked for; or say what they take."""
+    assert options.budget is not None
+    partitioner = Partitioner(replace(options, budget=replace(options.budget, is_for_lowest=True)), keeps_order=True)
+    try:
+        return _compiled(gm, example_inputs, partitioner)
+    except Exception:
+        if partitioner.excess is None:
+            if infeasible is not None:
+                raise infeasible from None
+            raise
     if options.take_minimum:
         return _compiled(gm, example_inputs, Partitioner(options, keeps_order=True, margin=ALL_OF_IT))
-    raise _never_fits(options, partitioner.excess)
+    raise _never_fits(options, partitioner.excess, infeasible)
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
@@ -97,13 +118,18 @@ def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partit
     return compiled
 
 
-def _never_fits(options: Options, excess: Excess | None) -> InfeasibleBudget:
+def _never_fits(options: Options, excess: Excess, infeasible: InfeasibleBudget | None) -> InfeasibleBudget:
     assert options.budget is not None
-    assert excess is not None
+    finding = (
+        f"memory_budget={options.budget.text}: inductor's kernels take more than it for each plan that was tried."
+        if infeasible is None
+        else infeasible.finding
+    )
     return InfeasibleBudget(
-        f"memory_budget={options.budget.text}: of {MOST_PLANS} plans within it, inductor's kernels take more than it. "
-        f"Those of the last take {mib(excess.num_bytes)} ({excess.num_bytes} bytes) instead of the planned "
-        f"{mib(excess.planned_bytes)}. Give at least {excess.num_bytes} bytes, or set {LOWEST_PLAN_OPTION}."
+        f"{finding}\nInductor's kernels for the lowest plan take {exact_size(excess.num_bytes)}, where "
+        f"{exact_size(excess.planned_bytes)} were planned.",
+        f"Give at least {excess.num_bytes} bytes, or set {LOWEST_PLAN_OPTION} to take the lowest plan; smaller batches "
+        "lower it, too.",
     )
 
 

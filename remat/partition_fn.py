@@ -123,6 +123,8 @@ class Partitioner(CustomPartitionerFn):
         plan, budget = chosen.plan, self.options.budget
         if not self.is_checked or budget is None or plan.budget_bytes is None or plan.shares or budget.fraction == 1.0:
             return None
+        if budget.is_for_lowest:
+            return Promise(plan.peak.num_bytes, plan.budget_bytes, held)
         margin = budget.margin_in(prepared.storages)
         if plan.peak.num_bytes > (1 - margin) * plan.budget_bytes:
             return None  # the lowest plan, which was asked for whatever it takes
@@ -143,8 +145,12 @@ class Partitioner(CustomPartitionerFn):
                 stacklevel=2,
             )
             return
-        self.excess = self._promise.excess_of(kernels)
-        if self.excess is not None:
+        excess = self._promise.excess_of(kernels)
+        if excess is not None and (self.excess is None or self.excess.num_bytes < excess.num_bytes):
+            self.excess = excess
+        # Of the lowest plan one wants to know what all of it takes.
+        looks_on = self.options.budget is not None and self.options.budget.is_for_lowest and not kernels.is_backward
+        if self.excess is not None and not looks_on:
             raise PeakExceeded
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> GraphReport:
