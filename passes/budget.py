@@ -203,7 +203,3 @@ def _regions_text(paths: Sequence[str]) -> str:
 
 def _total(memories: Iterable[Memory]) -> int:
     return sum(memory.num_bytes for memory in memories)
-
-
-mib = size
-"""What the backend calls it."""
