@@ -20,8 +20,8 @@ from .constraints import base_is_viewed, base_of
 from .gradients import gradients_of, is_taken_over
 from .joint_graph import JointGraph, Role, tensor_of
 from .losses import holds_elements
-from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from .overwrite import hides_sharing, overwritable
+from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
+from .overwrite import hides_sharing, is_row_major, overwritable
 from .symbols import Sizes, terms_of
 from .workspace import workspace_of
 
@@ -110,7 +110,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
 
 
 def _overwrites(graph: JointGraph, base: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Per node the inputs that it may write over, unless something may share their memory and not say so."""
+    """Per node the inputs that it may write over; none whose memory something may share or be laid out in unsaid."""
 
     def owner(i: int) -> int:
         while base[i] >= 0:
@@ -118,9 +118,33 @@ def _overwrites(graph: JointGraph, base: Sequence[int]) -> tuple[tuple[int, ...]
         return i
 
     hiding = [i for i, node in enumerate(graph.nodes) if hides_sharing(node)]
-    shared = {owner(j) for i in hiding for j in (i, *graph.inputs[i])}
+    left_alone = {owner(j) for i in hiding for j in (i, *graph.inputs[i])}
+    left_alone |= {owner(i) for i in _laid_out_anew(graph)}
     sources = [[graph.resolve(source) for source in overwritable(node)] for node in graph.nodes]
-    return tuple([tuple([j for j in inputs if owner(j) not in shared]) for inputs in sources])
+    return tuple([tuple([j for j in inputs if owner(j) not in left_alone]) for inputs in sources])
+
+
+_FOLLOWS_INPUTS = frozenset(
+    {Kind.FREE, Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL, Kind.EXP_REDUCTION}
+)
+"""What results lie in memory like what they are computed from, as tracing says."""
+
+
+def _laid_out_anew(graph: JointGraph) -> set[int]:
+    """Nodes whose results may lie in memory in another way than tracing says, with all that follows them in that.
+
+    Batch normalisation, for one, is traced as if its result lay like a transposed input, which its kernel lays out
+    anew. What is written over a result takes its layout, and random numbers are drawn in the order of memory.
+    """
+    found: set[int] = set()
+    for i, (node, op) in enumerate(zip(graph.nodes, graph.facts, strict=True)):
+        if op is None or (is_matmul(node.target) and not op.is_convolution):
+            continue
+        values = [tensor_of(source) for source in node.all_input_nodes]
+        is_known = op.kind in _FOLLOWS_INPUTS or all(is_row_major(value) for value in values if value is not None)
+        if not is_known or not found.isdisjoint(graph.inputs[i]):
+            found.add(i)
+    return found
 
 
 def storages_at(storages: Storages, sizes: Sizes) -> Storages:

@@ -71,7 +71,7 @@ def refusal(model: nn.Module, **options: Any) -> str:
 
 @cache
 def low_plan() -> Plan:
-    """The plan with the lowest peak, which recomputes much, some of it twice."""
+    """The plan with the lowest peak, which recomputes much, some of it more than once."""
     plan = remat.pareto(Layers(), rows(), inner="aot_eager", num_budgets=4, cost_model="flops").points[-1].plan
     assert max(d.num_recomputes for d in plan.decisions) >= 2
     assert plan.phases
