@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 import zoo
-from remat.passes.cost import Roofline
-from remat.passes.op_call import OpCall
 
 import remat
 from remat import calibration
 from remat.calibration import measured_seconds
+from remat.passes.cost import Roofline
+from remat.passes.op_call import OpCall
 
 NUM_ELEMENTS = 6 * 250 * 1024
 """As many as a layer of the benchmarks' models computes at a time."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+
 from remat.passes.errors import RematError
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 PolicyFunction = Callable[..., "CheckpointPolicy | bool"]
 Policy = PolicyFunction | Sequence[Any]

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from remat import compat, policies
-from remat.eager.offload_hooks import OffloadHooks
+from remat.eager.offload.hooks import OffloadHooks
 from remat.marking import check_offload
 from remat.passes.torch_private import peek_functorch_stack, targets_of_wrap_policy
 from remat.region import RegionCall, region_options

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import JointGraph
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
 TOKENS = 64

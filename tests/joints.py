@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from remat.passes.constraints import Constraints, find_constraints
-from remat.passes.joint_graph import JointGraph
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+
+from remat.passes.constraints import Constraints, find_constraints
+from remat.passes.joint_graph import JointGraph
 
 
 class Captured(Exception):

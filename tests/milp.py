@@ -21,6 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch.fx as fx
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
 from remat.passes.backward_order import roots
 from remat.passes.flow import FlowProblem
 from remat.passes.joint_graph import Role
@@ -28,8 +31,6 @@ from remat.passes.planner import extra_ticks
 from remat.passes.schedule import Schedule, Scheduler, schedule_backward
 from remat.passes.simulate import Simulation, simulate
 from remat.passes.storage import Storages
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 BYTES_PER_UNIT = 1024
 """Memory is stated in these, as fractions: a solver tells large whole numbers apart badly."""

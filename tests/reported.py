@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from remat.passes.constraints import Reason
-from remat.passes.plan import Plan, PredictedPeak
 from torch import nn
 
 import remat
+from remat.passes.constraints import Reason
+from remat.passes.plan import Plan, PredictedPeak
 from remat.report.model import Alive, GraphReport, NodeRow, Timeline
 
 

@@ -16,13 +16,13 @@ import torch._inductor
 import torch._inductor.config
 from functorch.compile import aot_function, make_boxed_func, nop
 from harness import recompute_is_free, recompute_is_ruinous
-from remat.passes.errors import OptionError
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import remat
 from remat.options import Options
+from remat.passes.errors import OptionError
 
 
 def program(x: torch.Tensor) -> torch.Tensor:

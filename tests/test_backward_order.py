@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from joints import Joint, capture, named
+from torch import nn
+
 from remat.passes.backward_order import roots
 from remat.passes.cost import Flops, price
 from remat.passes.flow import FlowProblem
@@ -15,7 +17,6 @@ from remat.passes.planner import Planner
 from remat.passes.schedule import Scheduler
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
-from torch import nn
 
 ATEN = torch.ops.aten
 

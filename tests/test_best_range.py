@@ -10,6 +10,10 @@ import pytest
 import torch
 from dynamic_programs import PROGRAMS, Net, batch, unmarked
 from joints import capture
+from test_peaks import problem, symbol
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
 from remat.passes import best_range, validity
 from remat.passes.best_range import CutProof
 from remat.passes.budget import Budget
@@ -25,9 +29,6 @@ from remat.passes.simulate import simulate
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
 from remat.passes.validity import with_ranges
-from test_peaks import problem, symbol
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")
 

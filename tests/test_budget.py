@@ -13,6 +13,12 @@ import torch
 import zoo
 from joints import capture
 from measure import activation_peak
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import remat
+from remat.memory_budget import parse_budget
+from remat.options import Options
 from remat.passes.budget import Budget, alive_lines
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
@@ -21,12 +27,6 @@ from remat.passes.flow import FlowProblem
 from remat.passes.planner import Planner
 from remat.passes.readable import size
 from remat.passes.storage import find_storages
-from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
-
-import remat
-from remat.memory_budget import parse_budget
-from remat.options import Options
 
 # --- what users may say ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import milp
 import pytest
 from instances import Instance, instance
+
 from remat.passes.joint_graph import Role
 from remat.passes.planner import Offer, Planner, extra_ticks
 from remat.passes.storage import find_storages

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from remat.passes.cost import Machine
 
 from remat import calibration
+from remat.passes.cost import Machine
 
 _machines = calibration.machines  # before other tests are given a machine of their own
 

@@ -10,6 +10,9 @@ import torch
 import torch.fx as fx
 from instances import Program, instance
 from joints import capture
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
+
 from remat.passes.backward_order import roots
 from remat.passes.blocks import _forward_values_read, find_blocks
 from remat.passes.chain_planner import NO_TIME, ChainProgramme
@@ -23,8 +26,6 @@ from remat.passes.simulate import Simulator, simulate
 from remat.passes.squeeze import NODES_SQUEEZED
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 WIDTH = 32
 

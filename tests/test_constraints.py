@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joints import capture, named
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
 from remat.passes.constraints import Constraint, Reason
 from remat.passes.cost import Callback
 from remat.passes.errors import InfeasibleCut
 from remat.passes.partition import Request, partition
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def tensor(*shape: int, grad: bool = True) -> torch.Tensor:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from joints import capture, named
+from torch.utils.flop_counter import flop_registry
+
+from remat import calibration
+from remat.calibration import Profile
 from remat.passes.cost import (
     ATTENTION_ARITHMETIC,
     SLOW_PASSES,
@@ -19,10 +23,6 @@ from remat.passes.cost import (
 from remat.passes.errors import OptionError, RematError
 from remat.passes.op_call import OpCall, TensorSpec, call_of
 from remat.passes.op_facts import Kind
-from torch.utils.flop_counter import flop_registry
-
-from remat import calibration
-from remat.calibration import Profile
 
 
 def machine(flops: float = 1e9, num_bytes: float = 1e9) -> dict[str, Machine]:

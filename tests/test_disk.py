@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from eager_testing import OpCounter
-from remat.passes import disk
-from remat.passes.disk import DiskTensor, arena_of
 from torch import nn
 
 import remat
+from remat.passes import disk
+from remat.passes.disk import DiskTensor, arena_of
 from remat.wrappers import checkpoint_wrapper, offload_wrapper
 
 FILE_SYSTEM_OF = disk._file_system_of

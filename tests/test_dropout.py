@@ -10,13 +10,13 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from joints import capture
-from remat.passes.cost import Roofline
-from remat.passes.dropout import take_dropout_apart
-from remat.passes.partition import Request, partition
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import remat
+from remat.passes.cost import Roofline
+from remat.passes.dropout import take_dropout_apart
+from remat.passes.partition import Request, partition
 from remat.report.counting import activation_peak
 
 aten = torch.ops.aten

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from dynamic_programs import PROGRAMS, Program, batch, data_dependence_captured, train, unmarked
-from remat.passes.errors import InfeasibleBudget, OptionError
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
 from remat.collecting import collected
+from remat.passes.errors import InfeasibleBudget, OptionError
 
 SIZES = (12, 7, 30)
 MODES = ("dynamic=True", "mark_dynamic", "automatic")

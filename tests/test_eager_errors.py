@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from eager_testing import REGIONS, plain, selective
-from remat.passes.policy import PolicyError
-from remat.passes.torch_private import current_graph_task_id, top_saved_tensors_hooks
 from torch import nn
 
 from remat import compat
 from remat.eager import register_determinism_check
+from remat.passes.policy import PolicyError
+from remat.passes.torch_private import current_graph_task_id, top_saved_tensors_hooks
 from remat.region import checkpoint_region, is_recomputing
 
 CheckpointError = compat.CheckpointError

@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 from eager_testing import MUST_RECOMPUTE, MUST_SAVE, OpCounter, assert_same_grads, save_all, selective
-from remat.passes.name_op import name_op
-from remat.passes.policy import PolicyError
 from torch import nn
 
 import remat
 from remat import name
+from remat.passes.name_op import name_op
+from remat.passes.policy import PolicyError
 from remat.policies import (
     first_of,
     offload_names,

@@ -20,18 +20,18 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from eager_testing import OpCounter, plain, selective
 from region_fuzz import STEPS, RandomProgram
-from remat.passes import torch_private
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import compat, policies
-from remat.eager import op_watch
-from remat.eager.errors import CheckpointError
-from remat.eager.execution import is_recomputing
-from remat.eager.recorder import Recorder
-from remat.eager.replayer import Replayer
+from remat.eager.selective import op_watch
+from remat.eager.selective.recorder import Recorder
+from remat.eager.selective.replayer import Replayer
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.execution import is_recomputing
+from remat.passes import torch_private
 from remat.region import checkpoint_region
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch.func.jvp calls it

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.eager.errors import CheckpointError
+from remat.eager.types.errors import CheckpointError
 from remat.region import checkpoint_region
 
 

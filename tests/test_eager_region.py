@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all, selective
-from remat.passes.errors import OptionError
 from torch import nn
 
 from remat import compat
+from remat.passes.errors import OptionError
 from remat.region import checkpoint_region, is_recomputing
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)

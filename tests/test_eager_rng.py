@@ -11,7 +11,8 @@ import torch
 from eager_testing import REGIONS, plain, selective
 from torch import nn
 
-from remat.eager import CheckpointError, global_generators
+from remat.eager import CheckpointError
+from remat.eager.state import global_generators
 from remat.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)

@@ -20,11 +20,11 @@ from eager_testing import (
     save_all,
     selective,
 )
-from remat.passes.policy import PolicyError
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import compat, policies
+from remat.passes.policy import PolicyError
 from remat.region import checkpoint_region
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat import compat
-from remat.eager.reach import reach
+from remat.eager.state.reach import reach
 from remat.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)

@@ -12,7 +12,7 @@ from eager_testing import plain
 from torch import nn
 
 from remat import compat
-from remat.eager import swap
+from remat.eager.state import swap
 from remat.region import is_recomputing
 
 

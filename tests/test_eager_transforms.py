@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from eager_testing import REGIONS, OpCounter, plain
-from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
 from torch import nn
 
+from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
 from remat.region import checkpoint_region, is_recomputing
 
 pytestmark = [

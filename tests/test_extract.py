@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from joints import Joint, capture, named
+
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Callback
 from remat.passes.errors import VerificationError

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 
 import torch
+
 from remat.passes.fingerprint import fingerprint
 
 LIMIT = 10

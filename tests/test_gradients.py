@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from joints import capture
-from remat.passes.cost import Roofline
-from remat.passes.gradients import gradients_of, is_taken_over, lay_out_gradients
-from remat.passes.partition import Request, prepare
 from torch import nn
 
 import remat
+from remat.passes.cost import Roofline
+from remat.passes.gradients import gradients_of, is_taken_over, lay_out_gradients
+from remat.passes.partition import Request, prepare
 from remat.report.counting import activation_peak
 
 Step = Callable[[], torch.Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from joints import capture, named
+
 from remat.passes.joint_graph import JointGraph, Role
 
 

@@ -11,11 +11,11 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.fx as fx
 import zoo
-from remat.passes.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
 from torch import nn
 
 import remat
 from remat import backend
+from remat.passes.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
 from remat.report.counting import activation_peak, clear_gradients
 
 

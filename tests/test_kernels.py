@@ -14,6 +14,11 @@ import torch._functorch.config
 import torch._inductor.config
 import zoo
 from joints import capture
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat
+from remat import backend, partition_fn
 from remat.passes import blocks, partition
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
@@ -26,11 +31,6 @@ from remat.passes.simulate import Simulation
 from remat.passes.squeeze import Squeezer
 from remat.passes.storage import find_storages
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
-from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
-
-import remat
-from remat import backend, partition_fn
 from remat.report.counting import activation_peak, clear_gradients
 
 

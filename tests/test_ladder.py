@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import remat.passes.ladder
 from instances import instance
+
+import remat.passes.ladder
 from remat.passes.ladder import Rung, ladder
 from remat.passes.min_cut import Choice
 

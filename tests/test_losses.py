@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joints import capture
-from remat.passes.cost import Roofline
-from remat.passes.partition import Request, partition
 from torch import nn
 
 import remat
+from remat.passes.cost import Roofline
+from remat.passes.partition import Request, partition
 from remat.report.counting import activation_peak
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

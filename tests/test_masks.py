@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.fx as fx
 from joints import capture
+from torch import nn
+
 from remat.passes import masks
 from remat.passes.cost import Roofline
 from remat.passes.partition import Partitioned, Request, partition
-from torch import nn
-
 from remat.report.counting import activation_peak
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
 from remat.passes.min_cut import (
     FORBIDDEN,
     Choice,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+
 from remat.passes.narrow import GUESSES, End, narrow
 
 

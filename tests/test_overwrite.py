@@ -12,17 +12,17 @@ import torch.fx as fx
 import torch.nn.functional as F
 import zoo
 from joints import capture
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat
 from remat.passes import overwrite
 from remat.passes.cost import Callback
 from remat.passes.errors import VerificationError
 from remat.passes.overwrite import overwritable, overwritten_by, write_over
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.verify import verify_memory
-from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-
-import remat
 from remat.report.counting import activation_peak, clear_gradients
 
 aten = torch.ops.aten

@@ -16,8 +16,6 @@ import jsonschema
 import pytest
 import torch
 from measure import activation_peak
-from remat.passes.plan import Plan
-from remat.passes.readable import duration
 from torch import nn
 
 import remat
@@ -26,6 +24,8 @@ from remat.chart import WIDTH, Mark, Series, chart, ticks
 from remat.cli import main
 from remat.frontier import FORMAT, Pareto, ladder, undominated
 from remat.options import Options
+from remat.passes.plan import Plan
+from remat.passes.readable import duration
 from remat.report.stored import SCHEMA
 
 

@@ -11,6 +11,12 @@ import torch.fx as fx
 from dynamic_programs import PROGRAMS, WIDTH, Net, batch, data_dependence_captured, unmarked
 from instances import SHAPES, Program
 from joints import capture
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+import remat
+from remat.collecting import collected
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Roofline, price
 from remat.passes.expressions import evaluate
@@ -21,12 +27,6 @@ from remat.passes.schedule import Schedule, schedule_backward
 from remat.passes.simulate import simulate
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-import remat
-from remat.collecting import collected
 from remat.report.counting import activation_peak
 
 

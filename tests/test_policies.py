@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from eager_testing import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, OpCounter, selective
-from remat.passes.fingerprint import fingerprint
-from remat.passes.module_path import current_module_path, ends_match, matches, path_of_stack
-from remat.passes.policy import PolicyError, normalise_policy
 from torch import nn
 
 import remat
+from remat.passes.fingerprint import fingerprint
+from remat.passes.module_path import current_module_path, ends_match, matches, path_of_stack
+from remat.passes.policy import PolicyError, normalise_policy
 from remat.policies import (
     by_module,
     bytes_above,

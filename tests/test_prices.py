@@ -9,11 +9,6 @@ import pytest
 import torch
 from dynamic_programs import PROGRAMS, batch, data_dependence_captured, train, unmarked
 from joints import capture
-from remat.passes.cost import Callback, CostModel, Flops, Machine, Roofline, price
-from remat.passes.expressions import evaluate_real
-from remat.passes.op_call import UNKNOWN_USE, call_of
-from remat.passes.prices import Price, Prices, general_prices, total_of, total_text
-from remat.passes.symbols import Sizes
 from test_peaks import problem, symbol
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,6 +16,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import remat
 from remat.calibration import Profile
 from remat.collecting import collected
+from remat.passes.cost import Callback, CostModel, Flops, Machine, Roofline, price
+from remat.passes.expressions import evaluate_real
+from remat.passes.op_call import UNKNOWN_USE, call_of
+from remat.passes.prices import Price, Prices, general_prices, total_of, total_text
+from remat.passes.symbols import Sizes
 
 MACHINES = {"cpu": Machine(flops_per_second=2.0**36, bytes_per_second=3.7e9)}
 MODELS = {

@@ -17,6 +17,11 @@ import torch
 from dynamic_programs import PROGRAMS, batch, train, unmarked
 from dynamic_stream import MAX_COMPILATIONS, MODELS, run_stream
 from joints import Joint, capture
+from torch import nn
+
+import remat
+from remat.cli import main
+from remat.collecting import collected
 from remat.passes import flow
 from remat.passes.budget import Budget
 from remat.passes.chain_planner import Chain
@@ -30,11 +35,6 @@ from remat.passes.planner import Planner
 from remat.passes.ranges import at_sizes
 from remat.passes.readable import size
 from remat.passes.simulate import Simulator
-from torch import nn
-
-import remat
-from remat.cli import main
-from remat.collecting import collected
 from remat.report.counting import activation_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")

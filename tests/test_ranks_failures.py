@@ -11,11 +11,11 @@ import ranks_programs as programs
 import torch
 import torch.distributed as dist
 from ranks import Failure, joined, ranks_for
-from remat.passes.torch_private import top_saved_tensors_hooks
 from torch import nn
 
 import remat
-from remat.eager.execution import local
+from remat.eager.types.execution import local
+from remat.passes.torch_private import top_saved_tensors_hooks
 
 GROUP_SECONDS = 6.0
 """Short, so that a rank that waits for one that is gone gives up soon."""

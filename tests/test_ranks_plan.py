@@ -9,7 +9,6 @@ import pytest
 import ranks_programs as programs
 import torch
 import torch.distributed as dist
-from remat.passes.cost import Machine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,6 +16,7 @@ import remat
 from remat import calibration
 from remat.options import Options
 from remat.partition_fn import Partitioner
+from remat.passes.cost import Machine
 from remat.ranks import Job, current_job
 
 

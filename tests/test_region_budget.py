@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import count_backward_ops
+from torch import nn
+
+import remat
+from remat.carrier import operator_name
 from remat.passes import improve
 from remat.passes.constraints import Reason
 from remat.passes.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.plan import Action, RegionShare
 from remat.passes.readable import size
-from torch import nn
-
-import remat
-from remat.carrier import operator_name
 from remat.region import RegionOptions
 
 MUST_SAVE, PREFER_SAVE = remat.CheckpointPolicy.MUST_SAVE, remat.CheckpointPolicy.PREFER_SAVE

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import count_backward_ops, recompute_is_ruinous
-from remat.passes.policy import PolicyError
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounter
 
 import remat
+from remat.passes.policy import PolicyError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),

@@ -15,12 +15,12 @@ import pytest
 import torch
 import zoo
 from harness import recompute_is_ruinous
-from remat.passes.constraints import Reason
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import remat
+from remat.passes.constraints import Reason
 
 pytestmark = [
     # Dynamo says so of a check of the torch version inside transformers, which is as constant as its cache assumes.

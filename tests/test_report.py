@@ -18,15 +18,15 @@ import torch
 import torch.fx as fx
 import zoo
 from harness import recompute_is_free, recompute_is_ruinous
-from remat.passes.choose import choose_plan
-from remat.passes.constraints import Reason
-from remat.passes.partition import prepare, split
 from reported import Plain, nested_report, nested_report_once
 from torch import nn
 
 import remat
 from remat.capture import capture
 from remat.partition_fn import partitioner
+from remat.passes.choose import choose_plan
+from remat.passes.constraints import Reason
+from remat.passes.partition import prepare, split
 from remat.report.model import GraphReport, short_source, size
 from remat.report.record import report_graph
 from remat.report.stored import SCHEMA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from joints import capture, named
+
 from remat.passes.schedule import Scheduler
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import measure
 import pytest
+import torch
+from torch import nn
+
 import remat.passes.improve
 import remat.passes.partition
-import torch
 from remat.passes.plan import Plan
-from torch import nn
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 SCALARS_BYTES = 64

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from instances import instance
 from joints import capture
+from torch import nn
+
 from remat.passes.cost import Flops, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
@@ -14,7 +16,6 @@ from remat.passes.planner import Offer, Planner
 from remat.passes.storage import find_storages
 from remat.passes.symbols import Sizes
 from remat.passes.verify import verify_schedule
-from torch import nn
 
 
 class Residual(nn.Module):

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from joints import capture
-from remat.passes.cost import Flops
-from remat.passes.errors import OptionError, PlanMismatch
-from remat.passes.partition import Prepared, Request, choose, prepare
-from remat.passes.plan import Action, Plan, RegionShare
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
 from remat.collecting import collected
 from remat.options import Options
+from remat.passes.cost import Flops
+from remat.passes.errors import OptionError, PlanMismatch
+from remat.passes.partition import Prepared, Request, choose, prepare
+from remat.passes.plan import Action, Plan, RegionShare
 
 Data = dict[str, Any]
 Keys = tuple[str | int, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from joints import capture, named
+
 from remat.passes.cost import Machine, Roofline, price
 from remat.passes.joint_graph import JointGraph
 from remat.passes.op_call import Use, call_of

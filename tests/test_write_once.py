@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from remat.passes import fusion, partition
-from remat.passes.fusion import write_once
-from remat.passes.torch_private import REALIZE_TAG
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from remat.passes import fusion, partition
+from remat.passes.fusion import write_once
+from remat.passes.torch_private import REALIZE_TAG
 from remat.report.counting import activation_peak
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ..collecting import collected
-from ..eager.execution import is_recomputing, local
-from ..eager.naming import watched_names
-from ..eager.user_code import is_user_code
+from ..eager.selective.naming import watched_names
+from ..eager.selective.user_code import is_user_code
+from ..eager.types.execution import is_recomputing, local
 from ..passes.errors import OptionError
 from ..passes.plan import Plan
 from .counting import (

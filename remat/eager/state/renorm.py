@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from remat.eager.errors import CheckpointError
-from remat.eager.memory import storage_id
-from remat.eager.ops import RENORM, SAC_IGNORED_OPS, op_facts
-from remat.eager.selective_mode import SelectiveMode, support_compiled_code
+from remat.eager.selective.mode import SelectiveMode, support_compiled_code
+from remat.eager.selective.ops import RENORM, SAC_IGNORED_OPS, op_facts
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.memory import storage_id
 from remat.passes.torch_private import set_versions, tree_leaves
 
 

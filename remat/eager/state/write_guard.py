@@ -1,6 +1,6 @@
 """The guard of a region's first recomputation: it meets state that the region changes and nobody knew of.
 
-State that is found by looking (`remat.eager.reach`) is given its entry value back while a forward is replayed. Looking
+State that is found by looking (`reach`) is given its entry value back while a forward is replayed. Looking
 misses some: an object held by C++ code, say. The first recomputation of each region therefore runs under a mode that
 raises before an op updates a tensor that was there before, in place: it would be updated twice. Ops that only
 overwrite are let through, since a second time writes the same. The same mode raises for a random op with a
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.errors import CheckpointError
-from remat.eager.reach import Reached
-from remat.eager.rng import RngSnapshot
-from remat.eager.selective_mode import SelectiveMode, support_compiled_code
-from remat.eager.user_code import nearest_user_line
+from remat.eager.selective.mode import SelectiveMode, support_compiled_code
+from remat.eager.selective.user_code import nearest_user_line
+from remat.eager.state.reach import Reached
+from remat.eager.state.rng import RngSnapshot
+from remat.eager.types.errors import CheckpointError
 from remat.passes.torch_private import tree_leaves
 
 # In-place ops whose result does not depend on what they overwrite.

@@ -8,15 +8,8 @@ from typing import Any
 
 import torch
 
-from remat.eager import op_watch
-from remat.eager.frames import Frame
-from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
-from remat.eager.makers import Made, Makers
-from remat.eager.memory import storage_id
-from remat.eager.op_watch import handled_by
-from remat.eager.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
-from remat.eager.rng import OpRngState
-from remat.eager.saved import (
+from remat.eager.recompute.frames import Frame
+from remat.eager.recompute.saved import (
     AnyEntry,
     Entry,
     LooseSink,
@@ -29,8 +22,15 @@ from remat.eager.saved import (
     tensors_of,
     without_handles,
 )
-from remat.eager.selective_mode import SelectiveMode, support_compiled_code
-from remat.eager.user_code import nearest_user_line
+from remat.eager.selective import op_watch
+from remat.eager.selective.makers import Made, Makers
+from remat.eager.selective.mode import SelectiveMode, support_compiled_code
+from remat.eager.selective.op_watch import handled_by
+from remat.eager.selective.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
+from remat.eager.selective.user_code import nearest_user_line
+from remat.eager.state.rng import OpRngState
+from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
+from remat.eager.types.memory import storage_id
 from remat.passes.module_path import current_module_path
 from remat.passes.name_op import name_op
 from remat.passes.policy import (

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from remat.eager import rng
-from remat.eager.ambient import Ambient, is_in_force, restored
-from remat.eager.execution import local
-from remat.eager.reach import generators_of, reach
-from remat.eager.renorm import RenormReplay, renormed_twice
-from remat.eager.state import WatchedState
-from remat.eager.swap import replayed
+from remat.eager.state import rng
+from remat.eager.state.ambient import Ambient, is_in_force, restored
+from remat.eager.state.reach import generators_of, reach
+from remat.eager.state.renorm import RenormReplay, renormed_twice
+from remat.eager.state.state import WatchedState
+from remat.eager.state.swap import replayed
+from remat.eager.types.execution import local
 from remat.passes.torch_private import is_full_backward
 
 

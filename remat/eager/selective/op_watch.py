@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import is_inference_mode_enabled
 
-from remat.eager.execution import local
-from remat.eager.ops import SAC_IGNORED_OPS, op_facts
+from remat.eager.selective.ops import SAC_IGNORED_OPS, op_facts
+from remat.eager.types.execution import local
 from remat.passes.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAnswers, find_op
 from remat.passes.torch_private import (
     accepts_numbers_for_tensors,
@@ -54,7 +54,7 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from remat.eager.selective_mode import SelectiveMode
+    from remat.eager.selective.mode import SelectiveMode
 
 _OWN_NAMESPACES = ("aten", "prims", "quantized")  # of torch: no op in there is effectful
 _RESERVED = "prim"  # a namespace in which torch lets nobody register anything

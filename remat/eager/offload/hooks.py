@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.eager.errors import CheckpointError
-from remat.eager.memory import storage_id
-from remat.eager.offload import Away, offload
-from remat.eager.state import version_of
+from remat.eager.offload.copies import Away, offload
+from remat.eager.state.state import version_of
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.memory import storage_id
 from remat.passes.disk import goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch, alias_of, skip_code
 

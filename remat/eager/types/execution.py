@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.eager.frames import Frame
-    from remat.eager.saved import Store
+    from remat.eager.recompute.frames import Frame
+    from remat.eager.recompute.saved import Store
 
 
 class Execution:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.eager.errors import CheckpointError
-from remat.eager.memory import storage_id
-from remat.eager.offload import Away, offload
-from remat.eager.op_watch import Handled
-from remat.eager.ops import OpFacts
-from remat.eager.rng import OpRngState
-from remat.eager.state import version_of
+from remat.eager.offload.copies import Away, offload
+from remat.eager.selective.op_watch import Handled
+from remat.eager.selective.ops import OpFacts
+from remat.eager.state.rng import OpRngState
+from remat.eager.state.state import version_of
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.memory import storage_id
 from remat.passes.torch_private import alias_of, completed_work, tree_leaves, tree_map
 
 

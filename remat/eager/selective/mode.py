@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from remat.eager import op_watch
-from remat.eager.op_watch import Handled
+from remat.eager.selective import op_watch
+from remat.eager.selective.op_watch import Handled
 from remat.passes.torch_private import TorchDispatchMode, pop_mode, push_mode
 
 if TYPE_CHECKING:

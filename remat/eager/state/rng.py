@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from remat.eager.generators import restore_state, state_of
-from remat.eager.global_generators import GlobalState, global_state, is_drawn_from, put_back_globals
+from remat.eager.state.generators import restore_state, state_of
+from remat.eager.state.global_generators import GlobalState, global_state, is_drawn_from, put_back_globals
 from remat.passes.torch_private import Generator, tree_leaves
 
 _cpu_generator = torch.default_generator

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager import swap
-from remat.eager.errors import CheckpointError
-from remat.eager.hooks import may_be_sharded
-from remat.eager.memory import storage_id
-from remat.eager.reach import Name, Reached, each_name, module_tree, name_text
+from remat.eager.state import swap
+from remat.eager.state.reach import Name, Reached, each_name, module_tree, name_text
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.hooks import may_be_sharded
+from remat.eager.types.memory import storage_id
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.errors import CheckpointError
-from remat.eager.memory import storage_id
-from remat.eager.selective_mode import SelectiveMode, support_compiled_code
+from remat.eager.selective.mode import SelectiveMode, support_compiled_code
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.memory import storage_id
 from remat.passes.torch_private import tree_map
 
 MAX_WAIT_SECONDS = 600.0

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import is_grad_enabled
 
-from remat.eager import ambient as ambient_settings
-from remat.eager import rng
-from remat.eager.arguments import SavedArguments, argument_name, changed_in_place
-from remat.eager.determinism import Metadata, MetadataFunction, default_metadata
-from remat.eager.errors import CheckpointError
-from remat.eager.execution import Execution, all_of, local
-from remat.eager.op_watch import note_own_hooks
-from remat.eager.out_of_memory import advise
-from remat.eager.reach import Reached
-from remat.eager.recompute import Overwritten, Recomputation, settle
-from remat.eager.renorm import RenormReplay, renormed_twice
-from remat.eager.state import ReadGuard, WatchedState
-from remat.eager.swap import Copies, replayed
-from remat.eager.write_guard import Clearance, WriteGuard, changed_twice
+from remat.eager.recompute.determinism import Metadata, MetadataFunction, default_metadata
+from remat.eager.recompute.out_of_memory import advise
+from remat.eager.recompute.rerun import Overwritten, Recomputation, settle
+from remat.eager.selective.op_watch import note_own_hooks
+from remat.eager.state import ambient as ambient_settings
+from remat.eager.state import rng
+from remat.eager.state.arguments import SavedArguments, argument_name, changed_in_place
+from remat.eager.state.reach import Reached
+from remat.eager.state.renorm import RenormReplay, renormed_twice
+from remat.eager.state.state import ReadGuard, WatchedState
+from remat.eager.state.swap import Copies, replayed
+from remat.eager.state.write_guard import Clearance, WriteGuard, changed_twice
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.execution import Execution, all_of, local
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
@@ -48,8 +48,8 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from remat.eager.replayer import Replayer
-    from remat.eager.saved import Segment, Store
+    from remat.eager.recompute.saved import Segment, Store
+    from remat.eager.selective.replayer import Replayer
 
 _MAX_TASKS = 15  # backward passes that are remembered besides the newest
 _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from remat.eager.execution import local
-from remat.eager.recorder import Recorder
+from remat.eager.selective.recorder import Recorder
+from remat.eager.types.execution import local
 
 T = TypeVar("T", bound=torch.Tensor)
 

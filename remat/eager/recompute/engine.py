@@ -11,23 +11,24 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
-from remat.eager import collectives, rng
-from remat.eager.ambient import Ambient
-from remat.eager.arguments import SavedArguments
-from remat.eager.debug import DebugLogs
-from remat.eager.determinism import MetadataFunction, find_determinism_check
-from remat.eager.execution import Execution, all_of, local
-from remat.eager.frames import Frame
-from remat.eager.hooks import ends_search
-from remat.eager.out_of_memory import advise
-from remat.eager.reach import generators_of, reach
-from remat.eager.recorder import Recorder
-from remat.eager.replayer import Replayer
-from remat.eager.saved import adopt_child
-from remat.eager.selective import Selective
-from remat.eager.settings import Overrides, overrides
-from remat.eager.state import WatchedState
-from remat.eager.write_guard import Clearance
+from remat.eager.recompute import collectives
+from remat.eager.recompute.debug import DebugLogs
+from remat.eager.recompute.determinism import MetadataFunction, find_determinism_check
+from remat.eager.recompute.frames import Frame
+from remat.eager.recompute.out_of_memory import advise
+from remat.eager.recompute.saved import adopt_child
+from remat.eager.selective.recorder import Recorder
+from remat.eager.selective.replayer import Replayer
+from remat.eager.selective.selective import Selective
+from remat.eager.state import rng
+from remat.eager.state.ambient import Ambient
+from remat.eager.state.arguments import SavedArguments
+from remat.eager.state.reach import generators_of, reach
+from remat.eager.state.state import WatchedState
+from remat.eager.state.write_guard import Clearance
+from remat.eager.types.execution import Execution, all_of, local
+from remat.eager.types.hooks import ends_search
+from remat.eager.types.settings import Overrides, overrides
 from remat.passes.torch_private import (
     get_eval_frame_callback,
     is_tracing,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from remat.eager.ops import OpFacts
-from remat.eager.saved import OpKey, map_tensors, tensors_of
-from remat.eager.state import version_of
+from remat.eager.recompute.saved import OpKey, map_tensors, tensors_of
+from remat.eager.selective.ops import OpFacts
+from remat.eager.state.state import version_of
 from remat.passes.torch_private import alias_of
 
 

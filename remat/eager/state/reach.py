@@ -3,7 +3,7 @@
 Found by looking, not by running: closure cells, the globals its code names, a method's object, a partial's
 arguments, attributes of objects, and containers of those, to any depth and up to a number of objects. What global
 functions and module trees lead to is found once and remembered. What is missed all the same, and changed by the
-region, is met by the guard of the region's first recomputation (`remat.eager.state.WriteGuard`).
+region, is met by the guard of the region's first recomputation (`remat.eager.state.state.WriteGuard`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.code_facts import (
+from remat.eager.state.code_facts import (
     WITHOUT_STATE,
     facts_of_codes,
     find_inert,
@@ -30,7 +30,7 @@ from remat.eager.code_facts import (
     is_users_class,
     look_at_code,
 )
-from remat.eager.generators import is_generator_class
+from remat.eager.state.generators import is_generator_class
 
 _MAX_VISITS = 2048  # objects looked into for one call of a region
 _MAX_ITEMS = 256  # of one container

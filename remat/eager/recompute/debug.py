@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat.eager.errors import CheckpointError
+from remat.eager.types.errors import CheckpointError
 from remat.passes.torch_private import TorchDispatchMode, tree_map
 
 _MAX_STACK = 12  # lines of user code that are printed per op

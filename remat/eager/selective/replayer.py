@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
-from remat.eager.errors import CheckpointError
-from remat.eager.execution import local
-from remat.eager.hooks import is_called_by_fsdp, may_be_sharded
-from remat.eager.op_watch import run_unwatched
-from remat.eager.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
-from remat.eager.recorder import Recorder
-from remat.eager.saved import OffloadedEntry, Store, answer
-from remat.eager.selective_mode import SelectiveMode
-from remat.eager.user_code import nearest_user_line
+from remat.eager.recompute.saved import OffloadedEntry, Store, answer
+from remat.eager.selective.mode import SelectiveMode
+from remat.eager.selective.op_watch import run_unwatched
+from remat.eager.selective.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
+from remat.eager.selective.recorder import Recorder
+from remat.eager.selective.user_code import nearest_user_line
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.execution import local
+from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import pop_mode, push_mode, set_unwatched
 

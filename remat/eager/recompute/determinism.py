@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.eager.errors import CheckpointError
+from remat.eager.types.errors import CheckpointError
 
 Metadata = Any
 MetadataFunction = Callable[[torch.Tensor], Metadata]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.eager.frames import Frame
-from remat.eager.recorder import Recorder
-from remat.eager.saved import OnMutation
+from remat.eager.recompute.frames import Frame
+from remat.eager.recompute.saved import OnMutation
+from remat.eager.selective.recorder import Recorder
 from remat.passes.policy import PolicyFunction
 
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.eager.saved import Entry, tensors_of
+from remat.eager.recompute.saved import Entry, tensors_of
 from remat.passes.out_of_memory import add_advice, is_out_of_memory
 from remat.passes.policy import policy_name
 from remat.passes.readable import size
 
 if TYPE_CHECKING:
-    from remat.eager.frames import Frame
+    from remat.eager.recompute.frames import Frame
 
 
 def advise(error: BaseException, frame: Frame, phase: str) -> None:

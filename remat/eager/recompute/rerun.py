@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.eager import collectives
-from remat.eager.determinism import (
+from remat.eager.recompute import collectives
+from remat.eager.recompute.determinism import (
     Metadata,
     MetadataFunction,
     Mismatch,
@@ -24,11 +24,11 @@ from remat.eager.determinism import (
     metadata_error,
     more_error,
 )
-from remat.eager.errors import CheckpointError
-from remat.eager.execution import all_of
-from remat.eager.hooks import ends_search
-from remat.eager.reach import name_text
-from remat.eager.state import ReadGuard
+from remat.eager.state.reach import name_text
+from remat.eager.state.state import ReadGuard
+from remat.eager.types.errors import CheckpointError
+from remat.eager.types.execution import all_of
+from remat.eager.types.hooks import ends_search
 from remat.passes.module_path import current_module_path
 from remat.passes.torch_private import (
     pop_saved_tensors_hooks,
@@ -37,7 +37,7 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from remat.eager.frames import Frame, Holder, Save
+    from remat.eager.recompute.frames import Frame, Holder, Save
 
 # The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before that
 # kernel would leave it empty, so a recomputation that ends there goes on to the next saved tensor.
