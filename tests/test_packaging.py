@@ -113,8 +113,9 @@ def private_torch_names(source: str) -> set[str]:
 
 @every_pass
 def test_passes_never_import_the_user_side(path: Path) -> None:
+    depth = len(path.relative_to(ROOT / "passes").parts)  # how many leading dots stay inside the package
     imported = list(imported_modules(ast.parse(path.read_text())))
-    assert [name for name in imported if name.startswith("..")] == []
+    assert [name for name in imported if name.startswith("." * (depth + 1))] == []
     assert [n for n in imported if n.split(".")[0] == "remat" and not n.startswith("remat.passes")] == []
 
 
@@ -126,7 +127,7 @@ def test_only_min_cut_knows_the_flow_solvers(path: Path) -> None:
 
 @every_module
 def test_only_torch_private_touches_private_torch(path: Path) -> None:
-    assert path.name == "torch_private.py" or private_torch_names(path.read_text()) == set()
+    assert "torch_private" in (path.stem, path.parent.name) or private_torch_names(path.read_text()) == set()
 
 
 @pytest.mark.parametrize(
