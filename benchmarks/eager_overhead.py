@@ -31,7 +31,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from remat import compat
 from remat.eager import RegionSpec, Selective, run_region
 from remat.eager.recompute.determinism import default_metadata
-from remat.passes.policy import normalise_policy
+from remat.passes.shared.policy import normalise_policy
 
 RIVALS = ("torch", "torch_remat")
 SAVED_OPS = [torch.ops.aten.mm.default]

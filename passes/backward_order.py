@@ -19,7 +19,7 @@ import torch.fx as fx
 from .constraints import split_closing_writes
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import hint_of
-from .op_facts import Kind
+from .shared.op_facts import Kind
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
 """What may stand between the op that finishes a gradient and the gradient: another type, and the same memory after."""

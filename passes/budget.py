@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from .constraints import Reason
-from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .joint_graph import JointGraph
 from .planner import Offer, Planner
-from .readable import exact_size, size
 from .region_tag import policy_of, region_of
+from .shared.errors import InfeasibleBudget
+from .shared.readable import exact_size, size
+from .shared.source import source_line
 from .simulate import Memory, Simulation
-from .source import source_line
 from .storage import Storages
 
 SMALLEST_BYTES = 1024

@@ -15,7 +15,6 @@ from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .keeping import Runs
-from .module_path import path_of_node
 from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
@@ -23,6 +22,7 @@ from .planner import Offer, Planner
 from .region_budget import choose_within_shares
 from .region_tag import region_fields
 from .schedule import Schedule
+from .shared.module_path import path_of_node
 from .shares import Shares
 from .simulate import Simulation
 from .storage import Storages

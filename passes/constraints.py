@@ -24,10 +24,10 @@ from .joint_graph import (
     tensor_of,
     whole_descriptor,
 )
-from .op_facts import facts_of
-from .policy import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError
 from .region_tag import REGION_TAG, budgets_around, is_port, policy_of, region_of, region_of_formula
-from .source import source_line
+from .shared.op_facts import facts_of
+from .shared.policy import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError
+from .shared.source import source_line
 from .torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
 
 

@@ -22,12 +22,12 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from .errors import OptionError, RematError
 from .expressions import largest
-from .fingerprint import fingerprint
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, OpCall, SizesLike, TensorSpec, Use, call_of
-from .op_facts import Kind
+from .shared.errors import OptionError, RematError
+from .shared.fingerprint import fingerprint
+from .shared.op_facts import Kind
 from .symbols import Sizes
 from .torch_private import without_modes
 from .uses import find_uses

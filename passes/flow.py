@@ -12,10 +12,10 @@ from functools import cached_property
 
 from .constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
 from .cost import Costs
-from .errors import InfeasibleCut
 from .joint_graph import JointGraph
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Network, Price, solve_network
-from .source import source_line
+from .shared.errors import InfeasibleCut
+from .shared.source import source_line
 
 PREFERENCE = 4
 """How many times dearer it is to recompute what a policy would rather save. A choice, not a measurement: a preference

@@ -33,8 +33,8 @@ import torch
 import torch.fx as fx
 
 from .joint_graph import JointGraph
-from .op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from .schedule import Schedule
+from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from .torch_private import REALIZE_TAG
 
 COPY_TAG = "remat_copy_of"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .op_facts import OpFacts, facts_of, facts_of_call
 from .region_tag import POLICY_TAG, REGION_TAG, region_of
+from .shared.op_facts import OpFacts, facts_of, facts_of_call
 from .torch_private import (
     AOTInput,
     AOTOutput,

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from .joint_graph import tensor_of
-from .op_facts import facts_of
+from .shared.op_facts import facts_of
 
 
 def copy_losses_out(joint: fx.GraphModule) -> None:

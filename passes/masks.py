@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from .fusion import is_inlined, readers_of
 from .joint_graph import PARTITIONER_TAG
-from .op_facts import facts_of
+from .shared.op_facts import facts_of
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _NUMBER = torch.float32

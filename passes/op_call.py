@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from .op_facts import OpFacts, facts_of_call
+from .shared.op_facts import OpFacts, facts_of_call
 from .torch_private import symbol_hint
 
 UNBACKED_SIZE = 4096

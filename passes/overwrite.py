@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from .joint_graph import tensor_of
-from .op_facts import facts_of
+from .shared.op_facts import facts_of
 from .torch_private import OpOverload, run_and_save_rng_state, run_with_rng_state, statically_equal
 
 OVERWRITE_TAG = "remat_overwrites"

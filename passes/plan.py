@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from .constraints import Reason
-from .fields import NOT_STORED, Damaged, is_stored, read, refused, shown
-from .files import parsed_file, replace_file
 from .plan_claims import check_claims
 from .plan_sizes import plan_at, size_lines, sizes_text
-from .readable import size
-from .source import source_line as source_line
+from .shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
+from .shared.files import parsed_file, replace_file
+from .shared.readable import size
+from .shared.source import source_line as source_line
 from .symbols import SizeSymbol
 
 FORMAT = 6

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .expressions import evaluate, evaluate_real, is_relation
-from .fields import Damaged, refused
+from .shared.fields import Damaged, refused
 
 if TYPE_CHECKING:
     from .plan import Plan

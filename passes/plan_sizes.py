@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import OptionError
 from .expressions import evaluate, evaluate_real, rounded
-from .readable import size
+from .shared.errors import OptionError
+from .shared.readable import size
 from .symbols import Origin, SizeSymbol
 
 if TYPE_CHECKING:

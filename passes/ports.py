@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 
 from .joint_graph import is_tagged_backward, tensor_of
-from .policy import RECOMPUTES
 from .region_tag import PORT_TAG, is_port, policy_of, region_of, region_of_formula, repair_tags, untag
+from .shared.policy import RECOMPUTES
 
 
 def open_ports(joint: fx.GraphModule) -> None:

@@ -6,12 +6,12 @@ import warnings
 from dataclasses import dataclass, replace
 
 from .budget import Budget, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
-from .errors import InfeasibleBudget
 from .flow import FlowProblem
 from .plan import RegionShare
 from .planner import Offer, Planner
 from .schedule import Schedule
 from .share_planner import SharePlanner, ShareSearch, reconciled, search_shares
+from .shared.errors import InfeasibleBudget
 from .shares import Limits, Shares
 from .simulate import simulate
 from .storage import Storages

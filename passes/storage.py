@@ -20,8 +20,8 @@ from .constraints import base_is_viewed, base_of
 from .gradients import gradients_of, is_taken_over
 from .joint_graph import JointGraph, Role, tensor_of
 from .losses import holds_elements
-from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
 from .overwrite import hides_sharing, is_row_major, overwritable
+from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
 from .symbols import Sizes, terms_of
 from .workspace import workspace_of
 

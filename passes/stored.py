@@ -10,13 +10,13 @@ import torch.fx as fx
 
 from .choose import Chosen
 from .constraints import Constraints
-from .errors import PlanMismatch
 from .expressions import is_true, to_sympy
 from .flow import FlowProblem
 from .joint_graph import JointGraph, describe_graph
 from .plan import Plan
 from .region_tag import region_of
 from .schedule import Schedule, Scheduler
+from .shared.errors import PlanMismatch
 from .storage import Storages
 from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
 from .symbols import Sizes

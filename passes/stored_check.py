@@ -11,12 +11,12 @@ from itertools import pairwise
 
 from .choose import decisions_of
 from .constraints import find_constraints
-from .errors import PlanMismatch, VerificationError
 from .expressions import evaluate
 from .flow import FlowProblem
 from .joint_graph import FORWARD_SIDE, JointGraph
 from .plan import Action, Decision, Plan
 from .schedule import Schedule
+from .shared.errors import PlanMismatch, VerificationError
 from .simulate import simulate
 from .storage import Storages, find_storages
 from .symbols import Sizes

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .errors import OptionError
 from .joint_graph import JointGraph
-from .source import source_line
+from .shared.errors import OptionError
+from .shared.source import source_line
 from .symbols import Sizes
 from .torch_private import expression_of
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from .joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, Use
-from .op_facts import FUSED_KINDS, INLINED_KINDS, Kind
+from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from .symbols import Sizes
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch.fx as fx
 
 from .constraints import Constraints, base_of, written_arguments
-from .errors import VerificationError
 from .extract import Extracted
 from .fusion import COPY_TAG
 from .joint_graph import JointGraph, Role, backward_inputs, forward_inputs
-from .op_facts import facts_of, facts_of_call
 from .overwrite import hides_sharing, overwritten_by
 from .region_tag import preserves_rng_state
 from .schedule import Schedule
+from .shared.errors import VerificationError
+from .shared.op_facts import facts_of, facts_of_call
 
 
 def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> None:

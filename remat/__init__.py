@@ -6,7 +6,9 @@ from . import compat, policies, wrappers
 from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
-from .passes.errors import (
+from .passes.op_call import OpCall
+from .passes.plan import Action, Decision, Plan
+from .passes.shared.errors import (
     InfeasibleBudget,
     InfeasibleCut,
     OffloadError,
@@ -16,8 +18,6 @@ from .passes.errors import (
     RematError,
     VerificationError,
 )
-from .passes.op_call import OpCall
-from .passes.plan import Action, Decision, Plan
 from .region import checkpoint_region, is_recomputing
 from .version import __version__
 

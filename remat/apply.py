@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from remat.passes.errors import OptionError
-from remat.passes.module_path import matches
-from remat.passes.policy import Policy
+from remat.passes.shared.errors import OptionError
+from remat.passes.shared.module_path import matches
+from remat.passes.shared.policy import Policy
 from remat.region import checkpoint_region, region_of_module, remove_region
 
 Target = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]

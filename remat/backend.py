@@ -13,11 +13,11 @@ from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
 from .passes.budget import LOWEST_PLAN_OPTION
-from .passes.errors import InfeasibleBudget, causes_of
 from .passes.fusion import may_fuse, planned_order
 from .passes.kernels import Excess
-from .passes.out_of_memory import advising
-from .passes.readable import exact_size
+from .passes.shared.errors import InfeasibleBudget, causes_of
+from .passes.shared.out_of_memory import advising
+from .passes.shared.readable import exact_size
 from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}

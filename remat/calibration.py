@@ -23,7 +23,7 @@ import torch
 
 from .passes.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
 from .passes.op_call import OpCall, TensorSpec
-from .passes.op_facts import Kind
+from .passes.shared.op_facts import Kind
 from .passes.torch_private import without_modes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .passes.errors import RematError, causes_of
+from .passes.shared.errors import RematError, causes_of
 from .passes.torch_private import CustomPartitionerFn, aot_compile, break_after, graph_break_of, inductor_compile
 
 Split = tuple[fx.GraphModule, fx.GraphModule]

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from .frontier_file import no_frontier
-from .passes.errors import InfeasibleBudget, OptionError, RematError
-from .passes.files import form_of, parsed_file
+from .passes.shared.errors import InfeasibleBudget, OptionError, RematError
+from .passes.shared.files import form_of, parsed_file
 from .program_error import in_one_line, wants_traceback
 from .version import __version__
 

@@ -26,7 +26,7 @@ from remat.eager.torch_api.reentrant import CheckpointFunction, check_backward_v
 from remat.eager.torch_api.sequential import split_in_segments
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from remat.passes.policy import SelectiveCheckpointContext, normalise_policy
+from remat.passes.shared.policy import SelectiveCheckpointContext, normalise_policy
 
 __all__ = [
     "SAC_IGNORED_OPS",

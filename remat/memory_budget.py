@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from .passes.budget import SMALLEST_BYTES, Budget
-from .passes.errors import OptionError
+from .passes.shared.errors import OptionError
 
 UNITS = {
     "B": 1,

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from .eager.selective.naming import note_name
-from .passes.errors import OptionError, RematError
+from .passes.shared.errors import OptionError, RematError
 from .passes.torch_private import HigherOrderOperator, constant_in_graphs, is_faking, trace_as_wrapper, tracer
 from .region_trace import note_traced_name
 
@@ -20,8 +20,8 @@ def name(x: T, label: str) -> T:
     """Return `x` itself, named: `h = remat.name(h, "attn_out")`.
 
     The policy of the region around is asked about it as `fn(ctx, op, x, "attn_out")`, where `op` is
-    `remat.passes.name_op.name_op()`, and what it answers holds for the value, whatever it said of the op that made it.
-    PREFER_RECOMPUTE is what policies say of what they do not know, and changes nothing.
+    `remat.passes.shared.name_op()`, and what it answers holds for the value, whatever it said of the op that
+    made it. PREFER_RECOMPUTE is what policies say of what they do not know, and changes nothing.
     """
     if torch.compiler.is_dynamo_compiling():
         return _operator_of(label)(_itself, x)  # type: ignore[no-any-return]

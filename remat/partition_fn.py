@@ -22,11 +22,11 @@ from .options import INNERS, Options
 from .passes.budget import FUSION_MARGIN
 from .passes.choose import Chosen
 from .passes.cost import Callback, CostModel, Flops, Roofline
-from .passes.errors import OptionError
 from .passes.inductor_kernels import describe_kernels
 from .passes.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split
 from .passes.ranges import take_for_granted
+from .passes.shared.errors import OptionError
 from .passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes
 from .passes.validity import with_ranges
 from .ranks import Job, agree, current_job, job_name, shared_machines

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .eager import is_in_region, run_region
-from .passes.errors import InfeasibleBudget, RematError, causes_of
+from .passes.shared.errors import InfeasibleBudget, RematError, causes_of
 from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
 if TYPE_CHECKING:

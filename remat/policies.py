@@ -30,11 +30,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.passes.errors import OptionError
-from remat.passes.module_path import current_module_path, ends_match
-from remat.passes.name_op import name_op
-from remat.passes.op_facts import MATMULS, facts_of, is_matmul
-from remat.passes.policy import (
+from remat.passes.shared.errors import OptionError
+from remat.passes.shared.module_path import current_module_path, ends_match
+from remat.passes.shared.name_op import name_op
+from remat.passes.shared.op_facts import MATMULS, facts_of, is_matmul
+from remat.passes.shared.policy import (
     CheckpointPolicy,
     KnownAnswers,
     Policy,

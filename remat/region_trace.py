@@ -20,10 +20,10 @@ import torch
 import torch.fx as fx
 
 from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
-from .passes.name_op import name_op
 from .passes.plan import source_line
-from .passes.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
 from .passes.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
+from .passes.shared.name_op import name_op
+from .passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
 from .passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,

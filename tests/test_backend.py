@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import remat
 from remat.options import Options
-from remat.passes.errors import OptionError
+from remat.passes.shared.errors import OptionError
 
 
 def program(x: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,10 @@ from remat.options import Options
 from remat.passes.budget import Budget, alive_lines
 from remat.passes.constraints import find_constraints
 from remat.passes.cost import Machine, Roofline, price
-from remat.passes.errors import OptionError
 from remat.passes.flow import FlowProblem
 from remat.passes.planner import Planner
-from remat.passes.readable import size
+from remat.passes.shared.errors import OptionError
+from remat.passes.shared.readable import size
 from remat.passes.storage import find_storages
 
 # --- what users may say ------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from remat.passes.constraints import Constraint, Reason
 from remat.passes.cost import Callback
-from remat.passes.errors import InfeasibleCut
 from remat.passes.partition import Request, partition
+from remat.passes.shared.errors import InfeasibleCut
 
 
 def tensor(*shape: int, grad: bool = True) -> torch.Tensor:

@@ -20,9 +20,9 @@ from remat.passes.cost import (
     price,
     ticks,
 )
-from remat.passes.errors import OptionError, RematError
 from remat.passes.op_call import OpCall, TensorSpec, call_of
-from remat.passes.op_facts import Kind
+from remat.passes.shared.errors import OptionError, RematError
+from remat.passes.shared.op_facts import Kind
 
 
 def machine(flops: float = 1e9, num_bytes: float = 1e9) -> dict[str, Machine]:

@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
 from remat.collecting import collected
-from remat.passes.errors import InfeasibleBudget, OptionError
+from remat.passes.shared.errors import InfeasibleBudget, OptionError
 
 SIZES = (12, 7, 30)
 MODES = ("dynamic=True", "mark_dynamic", "automatic")

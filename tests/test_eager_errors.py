@@ -9,7 +9,7 @@ from torch import nn
 
 from remat import compat
 from remat.eager import register_determinism_check
-from remat.passes.policy import PolicyError
+from remat.passes.shared.policy import PolicyError
 from remat.passes.torch_private import current_graph_task_id, top_saved_tensors_hooks
 from remat.region import checkpoint_region, is_recomputing
 

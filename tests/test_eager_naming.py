@@ -13,8 +13,8 @@ from torch import nn
 
 import remat
 from remat import name
-from remat.passes.name_op import name_op
-from remat.passes.policy import PolicyError
+from remat.passes.shared.name_op import name_op
+from remat.passes.shared.policy import PolicyError
 from remat.policies import (
     first_of,
     offload_names,

@@ -15,7 +15,7 @@ from eager_testing import REGIONS, OpCounter, assert_same_grads, plain, save_all
 from torch import nn
 
 from remat import compat
-from remat.passes.errors import OptionError
+from remat.passes.shared.errors import OptionError
 from remat.region import checkpoint_region, is_recomputing
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)

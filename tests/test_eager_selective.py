@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import compat, policies
-from remat.passes.policy import PolicyError
+from remat.passes.shared.policy import PolicyError
 from remat.region import checkpoint_region
 
 aten = torch.ops.aten

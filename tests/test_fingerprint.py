@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from remat.passes.fingerprint import fingerprint
+from remat.passes.shared.fingerprint import fingerprint
 
 LIMIT = 10
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import remat
 from remat.eager.types.execution import local
-from remat.passes.out_of_memory import add_advice, advice_of, advising, is_out_of_memory
+from remat.passes.shared.out_of_memory import add_advice, advice_of, advising, is_out_of_memory
 from remat.wrappers import checkpoint_wrapper, offload_wrapper
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."

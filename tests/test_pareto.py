@@ -25,7 +25,7 @@ from remat.cli import main
 from remat.frontier import FORMAT, Pareto, ladder, undominated
 from remat.options import Options
 from remat.passes.plan import Plan
-from remat.passes.readable import duration
+from remat.passes.shared.readable import duration
 from remat.report.stored import SCHEMA
 
 

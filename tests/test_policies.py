@@ -15,9 +15,9 @@ from eager_testing import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, OpCounter
 from torch import nn
 
 import remat
-from remat.passes.fingerprint import fingerprint
-from remat.passes.module_path import current_module_path, ends_match, matches, path_of_stack
-from remat.passes.policy import PolicyError, normalise_policy
+from remat.passes.shared.fingerprint import fingerprint
+from remat.passes.shared.module_path import current_module_path, ends_match, matches, path_of_stack
+from remat.passes.shared.policy import PolicyError, normalise_policy
 from remat.policies import (
     by_module,
     bytes_above,
@@ -367,7 +367,7 @@ class TestValues:
 
     def test_fingerprints_are_the_same_in_another_process(self):
         program = (
-            "import torch; from remat.policies import *; from remat.passes.fingerprint import fingerprint;"
+            "import torch; from remat.policies import *; from remat.passes.shared.fingerprint import fingerprint;"
             "print(fingerprint(by_module({'*': first_of(save_names('a'), every_nth([torch.ops.aten.mm], 2))})))"
         )
         found = {

@@ -33,7 +33,7 @@ from remat.passes.ladder import NUM_CUTS
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.planner import Planner
 from remat.passes.ranges import at_sizes
-from remat.passes.readable import size
+from remat.passes.shared.readable import size
 from remat.passes.simulate import Simulator
 from remat.report.counting import activation_peak
 

@@ -21,9 +21,9 @@ import remat
 from remat.carrier import operator_name
 from remat.passes import improve
 from remat.passes.constraints import Reason
-from remat.passes.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.plan import Action, RegionShare
-from remat.passes.readable import size
+from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
+from remat.passes.shared.readable import size
 from remat.region import RegionOptions
 
 MUST_SAVE, PREFER_SAVE = remat.CheckpointPolicy.MUST_SAVE, remat.CheckpointPolicy.PREFER_SAVE

@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounter
 
 import remat
-from remat.passes.policy import PolicyError
+from remat.passes.shared.policy import PolicyError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),

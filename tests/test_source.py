@@ -8,7 +8,7 @@ import torch
 
 import remat
 import remat.passes
-from remat.passes.source import source_line
+from remat.passes.shared.source import source_line
 
 TORCHS = f'File "{Path(torch.__file__).parent / "nn" / "functional.py"}", line 7, in f\n'
 OURS = f'File "{Path(remat.__file__).parent / "region.py"}", line 5, in __call__\n'

@@ -21,9 +21,9 @@ import remat
 from remat.collecting import collected
 from remat.options import Options
 from remat.passes.cost import Flops
-from remat.passes.errors import OptionError, PlanMismatch
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import Action, Plan, RegionShare
+from remat.passes.shared.errors import OptionError, PlanMismatch
 
 Data = dict[str, Any]
 Keys = tuple[str | int, ...]

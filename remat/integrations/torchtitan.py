@@ -24,8 +24,8 @@ from torch import nn
 import remat
 from remat import policies
 from remat.apply import Applied
-from remat.passes.errors import OptionError
-from remat.passes.policy import CheckpointPolicy, PolicyFunction
+from remat.passes.shared.errors import OptionError
+from remat.passes.shared.policy import CheckpointPolicy, PolicyFunction
 
 _MODES = ("none", "full", "selective", "memory_budget")
 _MODE_OF_CLASS = {

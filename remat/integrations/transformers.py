@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from remat.passes.errors import RematError
+from remat.passes.shared.errors import RematError
 from remat.region import RegionCall, region_options
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from ..passes.keeping import Runs
 from ..passes.plan import Action, Decision, Plan
-from ..passes.readable import duration as duration
-from ..passes.readable import size as size
+from ..passes.shared.readable import duration as duration
+from ..passes.shared.readable import size as size
 
 FORWARD_ROLES = ("FORWARD", "EITHER")
 """Roles of nodes whose results may be kept or recomputed."""

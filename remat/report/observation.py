@@ -20,8 +20,8 @@ from ..collecting import collected
 from ..eager.selective.naming import watched_names
 from ..eager.selective.user_code import is_user_code
 from ..eager.types.execution import is_recomputing, local
-from ..passes.errors import OptionError
 from ..passes.plan import Plan
+from ..passes.shared.errors import OptionError
 from .counting import (
     MemoryEvent,
     MemoryLog,

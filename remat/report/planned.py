@@ -13,8 +13,8 @@ from ..capture import Captured, Split, capture
 from ..frontier import Progress
 from ..options import Options
 from ..partition_fn import Partitioner, paused_collector
-from ..passes.errors import RematError
 from ..passes.partition import Request, choose, prepare, split
+from ..passes.shared.errors import RematError
 from ..passes.validity import with_ranges
 from .model import GraphReport
 from .record import report_graph

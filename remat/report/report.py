@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from ..passes.files import form_of, parsed_file
 from ..passes.plan import Plan
+from ..passes.shared.files import form_of, parsed_file
 from ..version import __version__
 from .model import GraphReport
 from .why import Why, why

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..passes.constraints import Reason
-from ..passes.errors import OptionError
 from ..passes.plan import Action, Decision
 from ..passes.plan_sizes import general_text
+from ..passes.shared.errors import OptionError
 from .model import FORWARD_ROLES, PAST, GraphReport, NodeRow, duration, printable, short_source, size
 
 NUM_SHOWN = 5

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from remat.passes.disk import DiskTensor, goes_to_disk
+from remat.passes.shared.disk import DiskTensor, goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch
 
 _streams: dict[torch.device, Any] = {}

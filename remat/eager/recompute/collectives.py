@@ -21,7 +21,7 @@ from remat.eager.recompute.saved import Entry, OnMutation, answer, open_segment,
 from remat.eager.selective.ops import OpFacts, op_facts
 from remat.eager.types.execution import Execution, local
 from remat.eager.types.hooks import calling_module, is_called_by_fsdp
-from remat.passes.op_facts import COLLECTIVE_NAMESPACES, facts_of
+from remat.passes.shared.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
     has_process_group,

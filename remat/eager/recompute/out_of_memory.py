@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.eager.recompute.saved import Entry, tensors_of
-from remat.passes.out_of_memory import add_advice, is_out_of_memory
-from remat.passes.policy import policy_name
-from remat.passes.readable import size
+from remat.passes.shared.out_of_memory import add_advice, is_out_of_memory
+from remat.passes.shared.policy import policy_name
+from remat.passes.shared.readable import size
 
 if TYPE_CHECKING:
     from remat.eager.recompute.frames import Frame

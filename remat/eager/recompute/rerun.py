@@ -29,7 +29,7 @@ from remat.eager.state.state import ReadGuard
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import all_of
 from remat.eager.types.hooks import ends_search
-from remat.passes.module_path import current_module_path
+from remat.passes.shared.module_path import current_module_path
 from remat.passes.torch_private import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,

@@ -26,7 +26,7 @@ from torch import is_inference_mode_enabled
 
 from remat.eager.selective.ops import SAC_IGNORED_OPS, op_facts
 from remat.eager.types.execution import local
-from remat.passes.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAnswers, find_op
+from remat.passes.shared.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, KnownAnswers, find_op
 from remat.passes.torch_private import (
     accepts_numbers_for_tensors,
     all_op_names,

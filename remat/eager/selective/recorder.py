@@ -31,9 +31,9 @@ from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.state.rng import OpRngState
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.types.memory import storage_id
-from remat.passes.module_path import current_module_path
-from remat.passes.name_op import name_op
-from remat.passes.policy import (
+from remat.passes.shared.module_path import current_module_path
+from remat.passes.shared.name_op import name_op
+from remat.passes.shared.policy import (
     OFFLOADS,
     RECOMPUTES,
     CheckpointPolicy,

@@ -15,7 +15,7 @@ from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import local
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
-from remat.passes.module_path import current_module_path
+from remat.passes.shared.module_path import current_module_path
 from remat.passes.torch_private import pop_mode, push_mode, set_unwatched
 
 _CAST = id(CAST)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from remat.eager.recompute.frames import Frame
 from remat.eager.recompute.saved import OnMutation
 from remat.eager.selective.recorder import Recorder
-from remat.passes.policy import PolicyFunction
+from remat.passes.shared.policy import PolicyFunction
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.passes.errors import RematError
+from remat.passes.shared.errors import RematError
 
 
 class CheckpointError(RematError, RuntimeError):

@@ -13,7 +13,7 @@ from enum import Enum
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
+from ..torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _VERSIONED = frozenset({"torch", "numpy", "sympy", "networkx", "remat", *sys.stdlib_module_names})
 """Packages whose content changes only with a version that is in every key, or with Python's own."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
-from .torch_private import MODULE_CALL_CODE, fx_current_meta, is_tracing
+from ..torch_private import MODULE_CALL_CODE, fx_current_meta, is_tracing
 
 _WORD = re.compile(r"\w+")
 # Where Dynamo's name for a module leaves plain attributes: what comes before is how the module was found.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from remat.passes.errors import RematError
-from remat.passes.module_path import current_module_path
+from remat.passes.shared.errors import RematError
+from remat.passes.shared.module_path import current_module_path
 from remat.passes.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 PolicyFunction = Callable[..., "CheckpointPolicy | bool"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .torch_private import HigherOrderOperator, OpOverload, effectful_operators, functional_operators
+from ..torch_private import HigherOrderOperator, OpOverload, effectful_operators, functional_operators
 
 
 class Kind(Enum):
