@@ -16,8 +16,8 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from .constraints import split_closing_writes
-from .joint_graph import JointGraph, Role, tensor_of
+from .graph.constraints import split_closing_writes
+from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import hint_of
 from .shared.op_facts import Kind
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from .backward_order import roots
 from .flow import FlowProblem
-from .joint_graph import JointGraph, Role
+from .graph.joint_graph import JointGraph, Role
 
 MAX_BLOCKS = 64
 """More than these are merged: the planner over blocks takes cubic time."""

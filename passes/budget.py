@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .constraints import Reason
 from .flow import FlowProblem
-from .joint_graph import JointGraph
+from .graph.constraints import Reason
+from .graph.joint_graph import JointGraph
+from .graph.region_tag import policy_of, region_of
 from .planner import Offer, Planner
-from .region_tag import policy_of, region_of
 from .shared.errors import InfeasibleBudget
 from .shared.readable import exact_size, size
 from .shared.source import source_line

@@ -26,7 +26,7 @@ import torch
 
 from .blocks import Block, find_blocks
 from .flow import FlowProblem
-from .joint_graph import Role
+from .graph.joint_graph import Role
 from .ladder import NUM_CUTS, keep_least, ladder
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator

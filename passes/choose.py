@@ -10,17 +10,17 @@ from typing import Any
 import torch.fx as fx
 
 from .budget import Budget
-from .constraints import Reason, base_is_viewed
 from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
-from .joint_graph import JointGraph, Role, describe_graph, tensor_of
+from .graph.constraints import Reason, base_is_viewed
+from .graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
+from .graph.region_tag import region_fields
 from .keeping import Runs
 from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from .planner import Offer, Planner
 from .region_budget import choose_within_shares
-from .region_tag import region_fields
 from .schedule import Schedule
 from .shared.module_path import path_of_node
 from .shares import Shares

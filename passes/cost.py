@@ -23,7 +23,7 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from .expressions import largest
-from .joint_graph import JointGraph, Role, tensor_of
+from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, OpCall, SizesLike, TensorSpec, Use, call_of
 from .shared.errors import OptionError, RematError
 from .shared.fingerprint import fingerprint

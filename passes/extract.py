@@ -20,9 +20,9 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from . import rng
-from .constraints import Constraints, written_arguments
 from .fusion import COPY_TAG, MOMENT_TAG, moments_of
-from .joint_graph import (
+from .graph.constraints import Constraints, written_arguments
+from .graph.joint_graph import (
     PARTITIONER_TAG,
     JointGraph,
     Role,
@@ -31,7 +31,7 @@ from .joint_graph import (
     is_backward_state,
     output_descriptors,
 )
-from .overwrite import write_over
+from .graph.overwrite import write_over
 from .schedule import Schedule
 from .torch_private import (
     REALIZE_TAG,

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-from .joint_graph import JointGraph
+from .graph.joint_graph import JointGraph
 from .schedule import Schedule
 from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from .torch_private import REALIZE_TAG

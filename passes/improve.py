@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
-from .joint_graph import Role
+from .graph.joint_graph import Role
 from .search import Candidate, Fact, J, Move, Search, Touch, What, by_peak, excess_bytes
 from .simulate import Simulation
 

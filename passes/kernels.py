@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch.fx as fx
 
-from .joint_graph import JointGraph
+from .graph.joint_graph import JointGraph
 from .simulate import Simulation
 from .storage import Storages
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from .joint_graph import tensor_of
+from .graph.joint_graph import tensor_of
 from .shared.op_facts import facts_of
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from .fusion import is_inlined, readers_of
-from .joint_graph import PARTITIONER_TAG
+from .graph.joint_graph import PARTITIONER_TAG
 from .shared.op_facts import facts_of
 
 _CONVERT = torch.ops.prims.convert_element_type.default

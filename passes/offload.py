@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .joint_graph import PARTITIONER_TAG, tensor_of
-from .region_tag import policy_of, region_of
+from .graph.joint_graph import PARTITIONER_TAG, tensor_of
+from .graph.region_tag import policy_of, region_of
 from .shared.disk_op import to_disk_op
 from .shared.policy import OFFLOADS
 

@@ -9,14 +9,14 @@ import torch.fx as fx
 
 from .budget import Budget
 from .choose import Chosen, choose_plan
-from .constraints import find_constraints
 from .cost import CostModel, price
 from .dropout import take_dropout_apart
 from .extract import extract
 from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
 from .gradients import lay_out_gradients
-from .joint_graph import JointGraph
+from .graph.constraints import find_constraints
+from .graph.joint_graph import JointGraph
 from .kernels import Held, held_between
 from .losses import copy_losses_out
 from .masks import keep_as_bytes

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from .constraints import Reason
+from .graph.constraints import Reason
 from .plan_claims import check_claims
 from .plan_sizes import plan_at, size_lines, sizes_text
 from .shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown

@@ -14,8 +14,8 @@ from functools import cached_property
 
 from .chain_planner import Chain, ChainProgramme, Script, write
 from .flow import FlowProblem
+from .graph.joint_graph import Role
 from .improve import Improver, has_few_tries
-from .joint_graph import Role
 from .ladder import NUM_CUTS, Rung, ladder
 from .narrow import End, narrow
 from .schedule import Schedule, Scheduler

@@ -18,7 +18,7 @@ import torch.fx as fx
 from .cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
 from .expressions import NotExpressible, largest_of, weighted_sum
 from .flow import FlowProblem
-from .joint_graph import JointGraph, Role, tensor_of
+from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, OpCall, TensorSpec, Use, call_of
 from .polynomials import NotPolynomial
 from .schedule import Schedule

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from .backward_order import roots
-from .constraints import Constraint, Constraints
-from .joint_graph import FORWARD_SIDE, JointGraph, Role
-from .region_tag import preserves_rng_state
+from .graph.constraints import Constraint, Constraints
+from .graph.joint_graph import FORWARD_SIDE, JointGraph, Role
+from .graph.region_tag import preserves_rng_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

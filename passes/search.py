@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .flow import FlowProblem
-from .joint_graph import Role
+from .graph.joint_graph import Role
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation
 

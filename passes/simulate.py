@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
-from .joint_graph import JointGraph, Role
+from .graph.joint_graph import JointGraph, Role
 from .schedule import Schedule
 from .storage import Storages, size_of
 from .symbols import Sizes, terms_of

@@ -9,12 +9,12 @@ from typing import Any
 import torch.fx as fx
 
 from .choose import Chosen
-from .constraints import Constraints
 from .expressions import is_true, to_sympy
 from .flow import FlowProblem
-from .joint_graph import JointGraph, describe_graph
+from .graph.constraints import Constraints
+from .graph.joint_graph import JointGraph, describe_graph
+from .graph.region_tag import region_of
 from .plan import Plan
-from .region_tag import region_of
 from .schedule import Schedule, Scheduler
 from .shared.errors import PlanMismatch
 from .storage import Storages

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from .choose import decisions_of
-from .constraints import find_constraints
 from .expressions import evaluate
 from .flow import FlowProblem
-from .joint_graph import FORWARD_SIDE, JointGraph
+from .graph.constraints import find_constraints
+from .graph.joint_graph import FORWARD_SIDE, JointGraph
 from .plan import Action, Decision, Plan
 from .schedule import Schedule
 from .shared.errors import PlanMismatch, VerificationError

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .joint_graph import JointGraph
+from .graph.joint_graph import JointGraph
 from .shared.errors import OptionError
 from .shared.source import source_line
 from .symbols import Sizes

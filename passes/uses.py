@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from .joint_graph import JointGraph, Role, tensor_of
+from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, Use
 from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from .symbols import Sizes

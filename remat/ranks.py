@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .passes.choose import Chosen
 from .passes.cost import Machine
-from .passes.joint_graph import describe_graph
+from .passes.graph.joint_graph import describe_graph
 from .passes.partition import Prepared
 from .passes.plan import Decision, Plan
 from .passes.shared.errors import RankMismatch

@@ -11,8 +11,8 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from remat.passes.constraints import Constraints, find_constraints
-from remat.passes.joint_graph import JointGraph
+from remat.passes.graph.constraints import Constraints, find_constraints
+from remat.passes.graph.joint_graph import JointGraph
 
 
 class Captured(Exception):

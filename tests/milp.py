@@ -26,7 +26,7 @@ from scipy.sparse import csr_array
 
 from remat.passes.backward_order import roots
 from remat.passes.flow import FlowProblem
-from remat.passes.joint_graph import Role
+from remat.passes.graph.joint_graph import Role
 from remat.passes.planner import extra_ticks
 from remat.passes.schedule import Schedule, Scheduler, schedule_backward
 from remat.passes.simulate import Simulation, simulate

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
-from remat.passes.constraints import Reason
+from remat.passes.graph.constraints import Reason
 from remat.passes.plan import Plan, PredictedPeak
 from remat.report.model import Alive, GraphReport, NodeRow, Timeline
 

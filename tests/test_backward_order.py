@@ -12,7 +12,7 @@ from torch import nn
 from remat.passes.backward_order import roots
 from remat.passes.cost import Flops, price
 from remat.passes.flow import FlowProblem
-from remat.passes.joint_graph import JointGraph, Role
+from remat.passes.graph.joint_graph import JointGraph, Role
 from remat.passes.planner import Planner
 from remat.passes.schedule import Scheduler
 from remat.passes.storage import find_storages

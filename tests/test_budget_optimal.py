@@ -12,7 +12,7 @@ import milp
 import pytest
 from instances import Instance, instance
 
-from remat.passes.joint_graph import Role
+from remat.passes.graph.joint_graph import Role
 from remat.passes.planner import Offer, Planner, extra_ticks
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule

@@ -104,7 +104,7 @@ def test_symbolic_number_is_free_and_no_tensor_is_kept_in_its_stead(name: str) -
     """If running anything again costs nothing, nothing that is only needed for a size is kept."""
     (plan,) = planned(name, cost_model=lambda call: 0.0)
     assert not [d for d in plan.decisions if d.op.startswith(("aten.sym_", "<built-in", "_operator"))]
-    assert all(d.reason is not remat.passes.constraints.Reason.ON_CUT for d in plan.saved)
+    assert all(d.reason is not remat.passes.graph.constraints.Reason.ON_CUT for d in plan.saved)
 
 
 # ------------------------------------------------------------------------------------------------- sizes of data

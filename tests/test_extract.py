@@ -10,10 +10,10 @@ import torch.fx as fx
 import torch.nn.functional as F
 from joints import Joint, capture, named
 
-from remat.passes.constraints import find_constraints
 from remat.passes.cost import Callback
 from remat.passes.extract import _copied_into, extract
 from remat.passes.fusion import COPY_TAG
+from remat.passes.graph.constraints import find_constraints
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plan import Action, Plan
 from remat.passes.schedule import schedule_backward

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from joints import capture, named
 
-from remat.passes.joint_graph import JointGraph, Role
+from remat.passes.graph.joint_graph import JointGraph, Role
 
 
 def tensor(*shape: int, grad: bool = True) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import remat
-from remat.passes.constraints import Reason
+from remat.passes.graph.constraints import Reason
 
 pytestmark = [
     # Dynamo says so of a check of the torch version inside transformers, which is as constant as its cache assumes.

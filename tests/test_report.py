@@ -25,7 +25,7 @@ import remat
 from remat.capture import capture
 from remat.partition_fn import partitioner
 from remat.passes.choose import choose_plan
-from remat.passes.constraints import Reason
+from remat.passes.graph.constraints import Reason
 from remat.passes.partition import prepare, split
 from remat.report.model import GraphReport, short_source, size
 from remat.report.record import report_graph

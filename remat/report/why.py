@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..passes.constraints import Reason
+from ..passes.graph.constraints import Reason
 from ..passes.plan import Action, Decision
 from ..passes.plan_sizes import general_text
 from ..passes.shared.errors import OptionError

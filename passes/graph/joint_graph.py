@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .region_tag import POLICY_TAG, REGION_TAG, region_of
-from .shared.op_facts import OpFacts, facts_of, facts_of_call
-from .torch_private import (
+from ..shared.op_facts import OpFacts, facts_of, facts_of_call
+from ..torch_private import (
     AOTInput,
     AOTOutput,
     BackwardState,
@@ -36,6 +35,7 @@ from .torch_private import (
     TangentAOTInput,
     expression_of,
 )
+from .region_tag import POLICY_TAG, REGION_TAG, region_of
 
 PARTITIONER_TAG = "partitioner_tag"
 """`node.meta` key under which AOTAutograd says which half traced a node."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..shared.op_facts import facts_of
+from ..torch_private import OpOverload, run_and_save_rng_state, run_with_rng_state, statically_equal
 from .joint_graph import tensor_of
-from .shared.op_facts import facts_of
-from .torch_private import OpOverload, run_and_save_rng_state, run_with_rng_state, statically_equal
 
 OVERWRITE_TAG = "remat_overwrites"
 """`node.meta` key of a node that leaves its result in the memory of an input: the op that does so. What is said of a

@@ -15,8 +15,8 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .shared.op_facts import facts_of
-from .torch_private import statically_equal
+from ..shared.op_facts import facts_of
+from ..torch_private import statically_equal
 
 POLICY_TAG = "recompute"
 """`node.meta` key of the policy's answer; torch's region carriers write it too."""
