@@ -22,7 +22,7 @@ from .flow import FlowProblem
 from .peaks import PeakTerms
 from .polynomials import Coefficients, Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from .prices import Price, Prices
-from .symbols import Sizes
+from .sizes.symbols import Sizes
 
 LARGEST_PRICE_SUM = 2**30
 """What all prices of a cut add up to when they are made whole: a compiled solver counts in 32 bits."""

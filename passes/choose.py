@@ -25,8 +25,8 @@ from .schedule import Schedule
 from .shared.module_path import path_of_node
 from .shares import Shares
 from .simulate import Simulation
+from .sizes.symbols import Sizes, describe
 from .storage import Storages
-from .symbols import Sizes, describe
 
 NUM_ALIVE = 20
 """How many of the values alive at the peak a plan lists."""

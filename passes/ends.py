@@ -15,8 +15,8 @@ from .improve import has_few_tries
 from .planner import HEADROOM, LEVELS_TRIED, Offer, Planner
 from .schedule import Schedule, Scheduler
 from .simulate import Simulation, Simulator
+from .sizes.symbols import Sizes
 from .storage import Storages
-from .symbols import Sizes
 
 
 class EndPlanner(Planner):

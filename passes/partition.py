@@ -26,10 +26,10 @@ from .ports import close_ports, open_ports
 from .ranges import byte_limits, choose_for_range
 from .shares import Shares
 from .simulate import simulate
+from .sizes.symbols import Sizes
+from .sizes.unknown_sizes import require_known
 from .storage import Storages, find_storages
 from .stored import apply_plan
-from .symbols import Sizes
-from .unknown_sizes import require_known
 from .verify import verify_extracted, verify_memory, verify_schedule
 
 

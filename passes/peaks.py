@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .expressions import NotExpressible, largest_of, write
 from .simulate import Memory, Simulation
-from .symbols import Sizes, Terms
+from .sizes.expressions import NotExpressible, largest_of, write
+from .sizes.symbols import Sizes, Terms
 from .torch_private import symbol_bounds
 
 Row = tuple[int, ...]

@@ -17,7 +17,7 @@ from .shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
 from .shared.files import parsed_file, replace_file
 from .shared.readable import size
 from .shared.source import source_line as source_line
-from .symbols import SizeSymbol
+from .sizes.symbols import SizeSymbol
 
 FORMAT = 6
 """Version of the JSON form; a reader refuses what it does not know."""

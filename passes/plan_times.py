@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .choose import Chosen
-from .expressions import NotExpressible
 from .plan import Action, Decision, TimeExpressions
 from .prices import Price, Prices, general_prices, total_of, total_text
+from .sizes.expressions import NotExpressible
 
 if TYPE_CHECKING:
     from .partition import Prepared, Request

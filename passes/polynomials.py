@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from .symbols import Sizes
+from .sizes.symbols import Sizes
 
 if TYPE_CHECKING:
     from .prices import Polynomial

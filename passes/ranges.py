@@ -30,15 +30,15 @@ from .budget import Budget
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .cost import CostModel, price
 from .ends import EndPlanner
-from .expressions import NotExpressible, write
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .planner import Offer, Planner, extra_ticks
 from .schedule import Schedule
 from .shares import Shares
 from .simulate import Memory, Simulation
+from .sizes.expressions import NotExpressible, write
+from .sizes.symbols import Sizes
 from .storage import Storages, storages_at
-from .symbols import Sizes
 from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch.fx as fx
 
 from .graph.joint_graph import JointGraph, Role
 from .schedule import Schedule
+from .sizes.symbols import Sizes, terms_of
 from .storage import Storages, size_of
-from .symbols import Sizes, terms_of
 
 GENERATOR_STATE_BYTES = 5056
 """What the state of a CPU generator takes; that of an accelerator takes less."""

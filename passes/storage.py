@@ -22,7 +22,7 @@ from .graph.joint_graph import JointGraph, Role, tensor_of
 from .graph.overwrite import hides_sharing, is_row_major, overwritable
 from .losses import holds_elements
 from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
-from .symbols import Sizes, terms_of
+from .sizes.symbols import Sizes, terms_of
 from .workspace import workspace_of
 
 SMALLEST_REDUCTION = 8

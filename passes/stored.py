@@ -9,7 +9,6 @@ from typing import Any
 import torch.fx as fx
 
 from .choose import Chosen
-from .expressions import is_true, to_sympy
 from .flow import FlowProblem
 from .graph.constraints import Constraints
 from .graph.joint_graph import JointGraph, describe_graph
@@ -17,9 +16,10 @@ from .graph.region_tag import region_of
 from .plan import Plan
 from .schedule import Schedule, Scheduler
 from .shared.errors import PlanMismatch
+from .sizes.expressions import is_true, to_sympy
+from .sizes.symbols import Sizes
 from .storage import Storages
 from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
-from .symbols import Sizes
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}
 """What runs a plan, for messages."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from .choose import decisions_of
-from .expressions import evaluate
 from .flow import FlowProblem
 from .graph.constraints import find_constraints
 from .graph.joint_graph import FORWARD_SIDE, JointGraph
@@ -18,8 +17,9 @@ from .plan import Action, Decision, Plan
 from .schedule import Schedule
 from .shared.errors import PlanMismatch, VerificationError
 from .simulate import simulate
+from .sizes.expressions import evaluate
+from .sizes.symbols import Sizes
 from .storage import Storages, find_storages
-from .symbols import Sizes
 from .verify import verify_schedule
 
 ESTIMATE = 1.5

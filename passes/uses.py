@@ -12,7 +12,7 @@ import torch.fx as fx
 from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, Use
 from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from .symbols import Sizes
+from .sizes.symbols import Sizes
 
 
 def find_uses(graph: JointGraph, sizes: Sizes) -> list[Use]:

@@ -25,7 +25,7 @@ from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at
 from .schedule import Schedule
 from .shares import Shares
 from .simulate import simulate
-from .symbols import Sizes
+from .sizes.symbols import Sizes
 from .torch_private import symbol_bounds
 
 if TYPE_CHECKING:

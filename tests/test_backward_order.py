@@ -15,8 +15,8 @@ from remat.passes.flow import FlowProblem
 from remat.passes.graph.joint_graph import JointGraph, Role
 from remat.passes.planner import Planner
 from remat.passes.schedule import Scheduler
+from remat.passes.sizes.symbols import Sizes
 from remat.passes.storage import find_storages
-from remat.passes.symbols import Sizes
 
 ATEN = torch.ops.aten
 

@@ -26,8 +26,8 @@ from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_
 from remat.passes.prices import general_prices
 from remat.passes.ranges import at_sizes, problem_at
 from remat.passes.simulate import simulate
+from remat.passes.sizes.symbols import Sizes
 from remat.passes.storage import find_storages
-from remat.passes.symbols import Sizes
 from remat.passes.validity import with_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")

@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod, Where
 
-from remat.passes.expressions import NotExpressible, evaluate, is_true, symbols_in, to_sympy, write
+from remat.passes.sizes.expressions import NotExpressible, evaluate, is_true, symbols_in, to_sympy, write
 
 S0, S1, U0 = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1", "u0"))
 

@@ -17,10 +17,10 @@ import remat
 from remat.calibration import Profile
 from remat.collecting import collected
 from remat.passes.cost import Callback, CostModel, Flops, Machine, Roofline, price
-from remat.passes.expressions import evaluate_real
 from remat.passes.op_call import UNKNOWN_USE, call_of
 from remat.passes.prices import Price, Prices, general_prices, total_of, total_text
-from remat.passes.symbols import Sizes
+from remat.passes.sizes.expressions import evaluate_real
+from remat.passes.sizes.symbols import Sizes
 
 MACHINES = {"cpu": Machine(flops_per_second=2.0**36, bytes_per_second=3.7e9)}
 MODELS = {

@@ -13,8 +13,8 @@ from remat.passes.cost import Flops, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
 from remat.passes.planner import Offer, Planner
+from remat.passes.sizes.symbols import Sizes
 from remat.passes.storage import find_storages
-from remat.passes.symbols import Sizes
 from remat.passes.verify import verify_schedule
 
 

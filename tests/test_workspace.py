@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 import remat
-from remat.passes.symbols import Sizes
+from remat.passes.sizes.symbols import Sizes
 from remat.passes.workspace import ATTENTION, ATTENTION_BACKWARD, _queries_per_block, workspace_of
 from remat.report.counting import activation_peak
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .torch_private import sympy_functions
+from ..torch_private import sympy_functions
 
 if TYPE_CHECKING:
     import sympy

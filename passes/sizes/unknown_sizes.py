@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from .graph.joint_graph import JointGraph
-from .shared.errors import OptionError
-from .shared.source import source_line
+from ..graph.joint_graph import JointGraph
+from ..shared.errors import OptionError
+from ..shared.source import source_line
+from ..torch_private import expression_of
 from .symbols import Sizes
-from .torch_private import expression_of
 
 
 def require_known(graph: JointGraph, sizes: Sizes, budget: str) -> None:
