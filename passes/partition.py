@@ -10,20 +10,20 @@ import torch.fx as fx
 from .budget import Budget
 from .choose import Chosen, choose_plan
 from .cost import CostModel, price
-from .dropout import take_dropout_apart
 from .extract import extract
 from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
-from .gradients import lay_out_gradients
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
 from .kernels import Held, held_between
-from .losses import copy_losses_out
 from .masks import keep_as_bytes
 from .offload import offload_values
 from .plan import Plan
-from .ports import close_ports, open_ports
 from .ranges import byte_limits, choose_for_range
+from .rewrites.dropout import take_dropout_apart
+from .rewrites.gradients import lay_out_gradients
+from .rewrites.losses import copy_losses_out
+from .rewrites.ports import close_ports, open_ports
 from .shares import Shares
 from .simulate import simulate
 from .sizes.symbols import Sizes

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import remat
 from remat.passes.cost import Roofline
-from remat.passes.dropout import take_dropout_apart
 from remat.passes.partition import Request, partition
+from remat.passes.rewrites.dropout import take_dropout_apart
 from remat.report.counting import activation_peak
 
 aten = torch.ops.aten

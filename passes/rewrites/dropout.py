@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .graph.joint_graph import tensor_of
-from .graph.overwrite import is_row_major
+from ..graph.joint_graph import tensor_of
+from ..graph.overwrite import is_row_major
 
 _aten = torch.ops.aten
 
