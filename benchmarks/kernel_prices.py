@@ -24,8 +24,8 @@ import zoo
 import remat
 from remat import calibration
 from remat.calibration import measured_seconds
-from remat.passes.cost import Roofline
-from remat.passes.op_call import OpCall
+from remat.passes.prices.cost import Roofline
+from remat.passes.prices.op_call import OpCall
 
 NUM_ELEMENTS = 6 * 250 * 1024
 """As many as a layer of the benchmarks' models computes at a time."""

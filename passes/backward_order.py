@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from .graph.constraints import split_closing_writes
 from .graph.joint_graph import JointGraph, Role, tensor_of
-from .op_call import hint_of
+from .prices.op_call import hint_of
 from .shared.op_facts import Kind
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})

@@ -10,7 +10,6 @@ from typing import Any
 import torch.fx as fx
 
 from .budget import Budget
-from .cost import TICKS_PER_SECOND
 from .flow import FlowProblem
 from .graph.constraints import Reason, base_is_viewed
 from .graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
@@ -20,6 +19,7 @@ from .offload import is_offloaded
 from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from .planner import Offer, Planner
+from .prices.cost import TICKS_PER_SECOND
 from .region_budget import choose_within_shares
 from .schedule import Schedule
 from .shared.module_path import path_of_node

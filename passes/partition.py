@@ -9,7 +9,6 @@ import torch.fx as fx
 
 from .budget import Budget
 from .choose import Chosen, choose_plan
-from .cost import CostModel, price
 from .extract import extract
 from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
@@ -19,6 +18,7 @@ from .kernels import Held, held_between
 from .masks import keep_as_bytes
 from .offload import offload_values
 from .plan import Plan
+from .prices.cost import CostModel, price
 from .ranges import byte_limits, choose_for_range
 from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients

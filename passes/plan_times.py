@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .choose import Chosen
 from .plan import Action, Decision, TimeExpressions
-from .prices import Price, Prices, general_prices, total_of, total_text
+from .prices.price_expressions import Price, Prices, general_prices, total_of, total_text
 from .sizes.expressions import NotExpressible
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .sizes.symbols import Sizes
 
 if TYPE_CHECKING:
-    from .prices import Polynomial
+    from .prices.price_expressions import Polynomial
 
 Coefficients = tuple[float, ...]
 """Of a polynomial in one symbol, the constant first."""

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from .budget import Budget
 from .choose import Chosen, Picked, pick, pick_from, write_plan
-from .cost import CostModel, price
 from .ends import EndPlanner
 from .flow import FlowProblem
 from .peaks import PeakTerms, peak_terms, sum_grows
 from .planner import Offer, Planner, extra_ticks
+from .prices.cost import CostModel, price
 from .schedule import Schedule
 from .shares import Shares
 from .simulate import Memory, Simulation

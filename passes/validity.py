@@ -20,7 +20,7 @@ from .plan import SymbolRange
 from .plan_times import find_prices, with_times
 from .planner import Planner, extra_ticks
 from .polynomials import Line, NotPolynomial
-from .prices import Prices, schedule_total
+from .prices.price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
 from .schedule import Schedule
 from .shares import Shares

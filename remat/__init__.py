@@ -6,8 +6,8 @@ from . import compat, policies, wrappers
 from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
-from .passes.op_call import OpCall
 from .passes.plan import Action, Decision, Plan
+from .passes.prices.op_call import OpCall
 from .passes.shared.errors import (
     InfeasibleBudget,
     InfeasibleCut,

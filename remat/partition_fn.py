@@ -21,10 +21,10 @@ from .collecting import is_collecting
 from .options import INNERS, Options
 from .passes.budget import FUSION_MARGIN
 from .passes.choose import Chosen
-from .passes.cost import Callback, CostModel, Flops, Roofline
 from .passes.inductor_kernels import describe_kernels
 from .passes.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split
+from .passes.prices.cost import Callback, CostModel, Flops, Roofline
 from .passes.ranges import take_for_granted
 from .passes.shared.errors import OptionError
 from .passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes

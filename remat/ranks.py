@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .passes.choose import Chosen
-from .passes.cost import Machine
 from .passes.graph.joint_graph import describe_graph
 from .passes.partition import Prepared
 from .passes.plan import Decision, Plan
+from .passes.prices.cost import Machine
 from .passes.shared.errors import RankMismatch
 from .passes.stored import schedule_from
 from .passes.torch_private import default_store

@@ -16,7 +16,7 @@ import torch._inductor.config
 from ranks import four_ranks, two_ranks  # noqa: F401 (fixtures)
 
 from remat import calibration
-from remat.passes.cost import Machine
+from remat.passes.prices.cost import Machine
 
 with warnings.catch_warnings():
     # Inductor's own modules use torch's deprecated scripting while they are imported; the first test that compiles

@@ -18,12 +18,12 @@ from remat.passes import best_range, validity
 from remat.passes.best_range import CutProof
 from remat.passes.budget import Budget
 from remat.passes.choose import Chosen
-from remat.passes.cost import Callback, Machine, Roofline
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import SymbolRange
 from remat.passes.planner import Planner, extra_ticks
 from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
-from remat.passes.prices import general_prices
+from remat.passes.prices.cost import Callback, Machine, Roofline
+from remat.passes.prices.price_expressions import general_prices
 from remat.passes.ranges import at_sizes, problem_at
 from remat.passes.simulate import simulate
 from remat.passes.sizes.symbols import Sizes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from remat import calibration
-from remat.passes.cost import Machine
+from remat.passes.prices.cost import Machine
 
 _machines = calibration.machines  # before other tests are given a machine of their own
 

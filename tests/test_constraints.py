@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from joints import capture, named
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from remat.passes.cost import Callback
 from remat.passes.graph.constraints import Constraint, Reason
 from remat.passes.partition import Request, partition
+from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import InfeasibleCut
 
 

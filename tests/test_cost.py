@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat import calibration
 from remat.calibration import Profile
-from remat.passes.cost import (
+from remat.passes.prices.cost import (
     ATTENTION_ARITHMETIC,
     SLOW_PASSES,
     Callback,
@@ -20,7 +20,7 @@ from remat.passes.cost import (
     price,
     ticks,
 )
-from remat.passes.op_call import OpCall, TensorSpec, call_of
+from remat.passes.prices.op_call import OpCall, TensorSpec, call_of
 from remat.passes.shared.errors import OptionError, RematError
 from remat.passes.shared.op_facts import Kind
 

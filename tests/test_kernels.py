@@ -20,13 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import remat
 from remat import backend, partition_fn
 from remat.passes import blocks, partition
-from remat.passes.cost import Machine, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor_kernels import describe_kernels
 from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
 from remat.passes.planner import Planner
+from remat.passes.prices.cost import Machine, Roofline, price
 from remat.passes.simulate import Simulation
 from remat.passes.squeeze import Squeezer
 from remat.passes.storage import find_storages

@@ -12,8 +12,8 @@ from joints import capture
 from torch import nn
 
 import remat
-from remat.passes.cost import Roofline
 from remat.passes.partition import Request, partition
+from remat.passes.prices.cost import Roofline
 from remat.report.counting import activation_peak
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

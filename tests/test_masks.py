@@ -12,8 +12,8 @@ from joints import capture
 from torch import nn
 
 from remat.passes import masks
-from remat.passes.cost import Roofline
 from remat.passes.partition import Partitioned, Request, partition
+from remat.passes.prices.cost import Roofline
 from remat.report.counting import activation_peak
 
 

@@ -17,10 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
-from remat.passes.cost import Callback
 from remat.passes.graph import overwrite
 from remat.passes.graph.overwrite import overwritable, overwritten_by, write_over
 from remat.passes.partition import Partitioned, Request, partition
+from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.verify import verify_memory
 from remat.report.counting import activation_peak, clear_gradients

@@ -17,11 +17,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import remat
 from remat.collecting import collected
-from remat.passes.cost import Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.peaks import peak_terms
 from remat.passes.planner import Planner
+from remat.passes.prices.cost import Roofline, price
 from remat.passes.schedule import Schedule, schedule_backward
 from remat.passes.simulate import simulate
 from remat.passes.sizes.expressions import evaluate

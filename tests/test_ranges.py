@@ -26,11 +26,11 @@ from remat.passes import flow
 from remat.passes.budget import Budget
 from remat.passes.chain_planner import Chain
 from remat.passes.choose import Chosen
-from remat.passes.cost import Likes, Machine, Roofline
 from remat.passes.improve import Improver
 from remat.passes.ladder import NUM_CUTS
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.planner import Planner
+from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges import at_sizes
 from remat.passes.shared.readable import size
 from remat.passes.simulate import Simulator

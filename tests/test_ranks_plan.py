@@ -16,7 +16,7 @@ import remat
 from remat import calibration
 from remat.options import Options
 from remat.partition_fn import Partitioner
-from remat.passes.cost import Machine
+from remat.passes.prices.cost import Machine
 from remat.ranks import Job, current_job
 
 

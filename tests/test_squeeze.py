@@ -9,10 +9,10 @@ from instances import instance
 from joints import capture
 from torch import nn
 
-from remat.passes.cost import Flops, Roofline, price
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
 from remat.passes.planner import Offer, Planner
+from remat.passes.prices.cost import Flops, Roofline, price
 from remat.passes.sizes.symbols import Sizes
 from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule

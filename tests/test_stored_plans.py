@@ -20,9 +20,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 import remat
 from remat.collecting import collected
 from remat.options import Options
-from remat.passes.cost import Flops
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import Action, Plan, RegionShare
+from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch
 
 Data = dict[str, Any]

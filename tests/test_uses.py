@@ -6,11 +6,11 @@ import pytest
 import torch
 from joints import capture, named
 
-from remat.passes.cost import Machine, Roofline, price
 from remat.passes.graph.joint_graph import JointGraph
-from remat.passes.op_call import Use, call_of
+from remat.passes.prices.cost import Machine, Roofline, price
+from remat.passes.prices.op_call import Use, call_of
+from remat.passes.prices.uses import find_uses
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.uses import find_uses
 
 MACHINE = Machine(2.0**35, 2.0**34)
 ROWS, COLUMNS = 6, 50

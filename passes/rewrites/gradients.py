@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from ..graph.joint_graph import PARTITIONER_TAG, leaves, output_descriptors, tensor_of
 from ..graph.region_tag import views
-from ..op_call import hint_of
+from ..prices.op_call import hint_of
 from ..shared.op_facts import facts_of
 from ..torch_private import GradAOTOutput, statically_at_least, statically_equal
 

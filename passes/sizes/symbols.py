@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import describe_value
-from ..op_call import TensorSpec, spec_of
+from ..prices.op_call import TensorSpec, spec_of
 from ..torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from .shared.op_facts import OpFacts, facts_of_call
-from .torch_private import symbol_hint
+from ..shared.op_facts import OpFacts, facts_of_call
+from ..torch_private import symbol_hint
 
 UNBACKED_SIZE = 4096
 """Stand-in for a size that only the data will tell (results of nonzero, item): large enough not to look free."""

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..flow import FlowProblem
+from ..graph.joint_graph import JointGraph, Role, tensor_of
+from ..polynomials import NotPolynomial
+from ..schedule import Schedule
+from ..shared.errors import RematError
+from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
+from ..sizes.symbols import Sizes
+from ..torch_private import expression_of
 from .cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
-from .flow import FlowProblem
-from .graph.joint_graph import JointGraph, Role, tensor_of
 from .op_call import UNKNOWN_USE, OpCall, TensorSpec, Use, call_of
-from .polynomials import NotPolynomial
-from .schedule import Schedule
-from .shared.errors import RematError
-from .sizes.expressions import NotExpressible, largest_of, weighted_sum
-from .sizes.symbols import Sizes
-from .torch_private import expression_of
 
 Polynomial = tuple[tuple[Any, float], ...]
 """Monomials (sympy expressions) with their coefficients."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from .graph.joint_graph import JointGraph, Role, tensor_of
+from ..graph.joint_graph import JointGraph, Role, tensor_of
+from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
+from ..sizes.symbols import Sizes
 from .op_call import UNKNOWN_USE, Use
-from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from .sizes.symbols import Sizes
 
 
 def find_uses(graph: JointGraph, sizes: Sizes) -> list[Use]:

@@ -22,14 +22,14 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from .graph.joint_graph import JointGraph, Role, tensor_of
+from ..graph.joint_graph import JointGraph, Role, tensor_of
+from ..shared.errors import OptionError, RematError
+from ..shared.fingerprint import fingerprint
+from ..shared.op_facts import Kind
+from ..sizes.expressions import largest
+from ..sizes.symbols import Sizes
+from ..torch_private import without_modes
 from .op_call import UNKNOWN_USE, OpCall, SizesLike, TensorSpec, Use, call_of
-from .shared.errors import OptionError, RematError
-from .shared.fingerprint import fingerprint
-from .shared.op_facts import Kind
-from .sizes.expressions import largest
-from .sizes.symbols import Sizes
-from .torch_private import without_modes
 from .uses import find_uses
 
 LONGEST_SECONDS = 1e9
