@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .flow import FlowProblem
-from .peaks import PeakTerms
+from .memory.peaks import PeakTerms
 from .polynomials import Coefficients, Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from .prices.cost import Costs
 from .prices.price_expressions import Price, Prices

@@ -13,12 +13,12 @@ from .flow import FlowProblem
 from .graph.constraints import Reason
 from .graph.joint_graph import JointGraph
 from .graph.region_tag import policy_of, region_of
+from .memory.simulate import Memory, Simulation
+from .memory.storage import Storages
 from .planner import Offer, Planner
 from .shared.errors import InfeasibleBudget
 from .shared.readable import exact_size, size
 from .shared.source import source_line
-from .simulate import Memory, Simulation
-from .storage import Storages
 
 SMALLEST_BYTES = 1024
 """A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""

@@ -28,8 +28,8 @@ from .blocks import Block, find_blocks
 from .flow import FlowProblem
 from .graph.joint_graph import Role
 from .ladder import NUM_CUTS, keep_least, ladder
-from .schedule import Schedule, Scheduler
-from .simulate import Simulation, Simulator
+from .memory.schedule import Schedule, Scheduler
+from .memory.simulate import Simulation, Simulator
 from .torch_private import without_modes
 
 GRID_STEPS = 400

@@ -15,18 +15,18 @@ from .graph.constraints import Reason, base_is_viewed
 from .graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .graph.region_tag import region_fields
 from .keeping import Runs
+from .memory.peaks import PeakTerms, peak_terms, terms_text
+from .memory.schedule import Schedule
+from .memory.shares import Shares
+from .memory.simulate import Simulation
+from .memory.storage import Storages
 from .offload import is_offloaded
-from .peaks import PeakTerms, peak_terms, terms_text
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from .planner import Offer, Planner
 from .prices.cost import TICKS_PER_SECOND
 from .region_budget import choose_within_shares
-from .schedule import Schedule
 from .shared.module_path import path_of_node
-from .shares import Shares
-from .simulate import Simulation
 from .sizes.symbols import Sizes, describe
-from .storage import Storages
 
 NUM_ALIVE = 20
 """How many of the values alive at the peak a plan lists."""

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from .flow import FlowProblem
 from .improve import has_few_tries
+from .memory.schedule import Schedule, Scheduler
+from .memory.simulate import Simulation, Simulator
+from .memory.storage import Storages
 from .planner import HEADROOM, LEVELS_TRIED, Offer, Planner
-from .schedule import Schedule, Scheduler
-from .simulate import Simulation, Simulator
 from .sizes.symbols import Sizes
-from .storage import Storages
 
 
 class EndPlanner(Planner):

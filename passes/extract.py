@@ -32,7 +32,7 @@ from .graph.joint_graph import (
     output_descriptors,
 )
 from .graph.overwrite import write_over
-from .schedule import Schedule
+from .memory.schedule import Schedule
 from .torch_private import (
     REALIZE_TAG,
     FakeScriptObject,

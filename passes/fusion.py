@@ -33,7 +33,7 @@ import torch
 import torch.fx as fx
 
 from .graph.joint_graph import JointGraph
-from .schedule import Schedule
+from .memory.schedule import Schedule
 from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from .torch_private import REALIZE_TAG
 

@@ -14,8 +14,8 @@ from itertools import accumulate
 import torch.fx as fx
 
 from .graph.joint_graph import JointGraph
-from .simulate import Simulation
-from .storage import Storages
+from .memory.simulate import Simulation
+from .memory.storage import Storages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

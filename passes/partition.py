@@ -16,6 +16,9 @@ from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
 from .kernels import Held, held_between
 from .masks import keep_as_bytes
+from .memory.shares import Shares
+from .memory.simulate import simulate
+from .memory.storage import Storages, find_storages
 from .offload import offload_values
 from .plan import Plan
 from .prices.cost import CostModel, price
@@ -24,11 +27,8 @@ from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
 from .rewrites.losses import copy_losses_out
 from .rewrites.ports import close_ports, open_ports
-from .shares import Shares
-from .simulate import simulate
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
-from .storage import Storages, find_storages
 from .stored import apply_plan
 from .verify import verify_extracted, verify_memory, verify_schedule
 

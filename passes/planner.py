@@ -17,12 +17,12 @@ from .flow import FlowProblem
 from .graph.joint_graph import Role
 from .improve import Improver, has_few_tries
 from .ladder import NUM_CUTS, Rung, ladder
+from .memory.schedule import Schedule, Scheduler
+from .memory.simulate import Simulation, Simulator
+from .memory.storage import Storages
 from .narrow import End, narrow
-from .schedule import Schedule, Scheduler
 from .search import by_peak
-from .simulate import Simulation, Simulator
 from .squeeze import SQUEEZED_TO, Squeezer
-from .storage import Storages
 
 ROUNDS_TO_MINIMUM = 4
 """How often the grid of the chain planner is refined in search of the lowest peak."""

@@ -30,15 +30,15 @@ from .budget import Budget
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .ends import EndPlanner
 from .flow import FlowProblem
-from .peaks import PeakTerms, peak_terms, sum_grows
+from .memory.peaks import PeakTerms, peak_terms, sum_grows
+from .memory.schedule import Schedule
+from .memory.shares import Shares
+from .memory.simulate import Memory, Simulation
+from .memory.storage import Storages, storages_at
 from .planner import Offer, Planner, extra_ticks
 from .prices.cost import CostModel, price
-from .schedule import Schedule
-from .shares import Shares
-from .simulate import Memory, Simulation
 from .sizes.expressions import NotExpressible, write
 from .sizes.symbols import Sizes
-from .storage import Storages, storages_at
 from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .flow import FlowProblem
 from .graph.joint_graph import Role
-from .schedule import Schedule, Scheduler
-from .simulate import Simulation
+from .memory.schedule import Schedule, Scheduler
+from .memory.simulate import Simulation
 
 
 class Judged(Protocol):

@@ -16,12 +16,12 @@ from functools import cached_property
 
 from .flow import FlowProblem
 from .improve import NODES_SIMULATED, Improver
+from .memory.schedule import Schedule, Scheduler
+from .memory.shares import Limits, SharePeak
+from .memory.simulate import Simulator
+from .memory.storage import Storages
 from .planner import Offer, Planner, extra_ticks
-from .schedule import Schedule, Scheduler
 from .search import Candidate, Move, Touch
-from .shares import Limits, SharePeak
-from .simulate import Simulator
-from .storage import Storages
 
 FIRST_MULTIPLE, FACTOR, NUM_RAISES = 0.25, 4.0, 12
 """Prices per byte that are tried, as multiples of what moving a byte costs: the last keeps only what must be kept."""

@@ -13,12 +13,12 @@ from .flow import FlowProblem
 from .graph.constraints import Constraints
 from .graph.joint_graph import JointGraph, describe_graph
 from .graph.region_tag import region_of
+from .memory.schedule import Schedule, Scheduler
+from .memory.storage import Storages
 from .plan import Plan
-from .schedule import Schedule, Scheduler
 from .shared.errors import PlanMismatch
 from .sizes.expressions import is_true, to_sympy
 from .sizes.symbols import Sizes
-from .storage import Storages
 from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}

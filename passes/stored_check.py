@@ -13,13 +13,13 @@ from .choose import decisions_of
 from .flow import FlowProblem
 from .graph.constraints import find_constraints
 from .graph.joint_graph import FORWARD_SIDE, JointGraph
+from .memory.schedule import Schedule
+from .memory.simulate import simulate
+from .memory.storage import Storages, find_storages
 from .plan import Action, Decision, Plan
-from .schedule import Schedule
 from .shared.errors import PlanMismatch, VerificationError
-from .simulate import simulate
 from .sizes.expressions import evaluate
 from .sizes.symbols import Sizes
-from .storage import Storages, find_storages
 from .verify import verify_schedule
 
 ESTIMATE = 1.5

@@ -20,7 +20,7 @@ from .graph.constraints import Constraints, base_of, written_arguments
 from .graph.joint_graph import JointGraph, Role, backward_inputs, forward_inputs
 from .graph.overwrite import hides_sharing, overwritten_by
 from .graph.region_tag import preserves_rng_state
-from .schedule import Schedule
+from .memory.schedule import Schedule
 from .shared.errors import VerificationError
 from .shared.op_facts import facts_of, facts_of_call
 

@@ -27,6 +27,8 @@ from .partition_fn import Partitioner
 from .passes.budget import Budget
 from .passes.choose import Picked, write_plan
 from .passes.flow import FlowProblem
+from .passes.memory.shares import Shares
+from .passes.memory.storage import Storages
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare
 from .passes.planner import Offer, Planner
@@ -35,8 +37,6 @@ from .passes.region_budget import Found, choose_within_shares
 from .passes.shared.errors import OptionError, RematError
 from .passes.shared.files import form_of, parsed_file
 from .passes.shared.readable import duration, size, size_unit, time_unit
-from .passes.shares import Shares
-from .passes.storage import Storages
 from .passes.verify import verify_schedule
 
 FORMAT = 1

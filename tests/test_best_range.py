@@ -18,6 +18,8 @@ from remat.passes import best_range, validity
 from remat.passes.best_range import CutProof
 from remat.passes.budget import Budget
 from remat.passes.choose import Chosen
+from remat.passes.memory.simulate import simulate
+from remat.passes.memory.storage import find_storages
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import SymbolRange
 from remat.passes.planner import Planner, extra_ticks
@@ -25,9 +27,7 @@ from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_
 from remat.passes.prices.cost import Callback, Machine, Roofline
 from remat.passes.prices.price_expressions import general_prices
 from remat.passes.ranges import at_sizes, problem_at
-from remat.passes.simulate import simulate
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.storage import find_storages
 from remat.passes.validity import with_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")

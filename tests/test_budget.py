@@ -22,11 +22,11 @@ from remat.options import Options
 from remat.passes.budget import Budget, alive_lines
 from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
+from remat.passes.memory.storage import find_storages
 from remat.passes.planner import Planner
 from remat.passes.prices.cost import Machine, Roofline, price
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.readable import size
-from remat.passes.storage import find_storages
 
 # --- what users may say ------------------------------------------------------------------------------------------
 

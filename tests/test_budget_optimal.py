@@ -13,8 +13,8 @@ import pytest
 from instances import Instance, instance
 
 from remat.passes.graph.joint_graph import Role
+from remat.passes.memory.storage import find_storages
 from remat.passes.planner import Offer, Planner, extra_ticks
-from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -135,7 +135,7 @@ def test_lowest_plans_are_near_the_lowest_there_are() -> None:
 PLAN_IN_ANOTHER_PROCESS = """
 from instances import instance
 from remat.passes.planner import Planner
-from remat.passes.storage import find_storages
+from remat.passes.memory.storage import find_storages
 case = instance(8)
 planner = Planner(case.problem, find_storages(case.graph, fuses=False))
 schedule = planner.within(int(0.7 * planner.fastest.peak_bytes)).schedule

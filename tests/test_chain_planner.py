@@ -13,18 +13,18 @@ from joints import capture
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat.passes.backward_order import roots
 from remat.passes.blocks import _forward_values_read, find_blocks
 from remat.passes.chain_planner import NO_TIME, ChainProgramme
 from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.graph.joint_graph import Role
+from remat.passes.memory.backward_order import roots
+from remat.passes.memory.schedule import Scheduler, schedule_backward
+from remat.passes.memory.simulate import Simulator, simulate
+from remat.passes.memory.storage import find_storages
 from remat.passes.planner import FEW_MOVES, NEAR_MISSES, Planner
 from remat.passes.prices.cost import Machine, Roofline, price
-from remat.passes.schedule import Scheduler, schedule_backward
-from remat.passes.simulate import Simulator, simulate
 from remat.passes.squeeze import NODES_SQUEEZED
-from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 
 WIDTH = 32

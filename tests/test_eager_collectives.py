@@ -14,7 +14,7 @@ from joints import capture, named
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._prims.rng_prims import run_and_save_rng_state
 
-from remat.passes.schedule import schedule_backward
+from remat.passes.memory.schedule import schedule_backward
 from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.policy import PolicyError
 from remat.passes.verify import verify_schedule

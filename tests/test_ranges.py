@@ -28,12 +28,12 @@ from remat.passes.chain_planner import Chain
 from remat.passes.choose import Chosen
 from remat.passes.improve import Improver
 from remat.passes.ladder import NUM_CUTS
+from remat.passes.memory.simulate import Simulator
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.planner import Planner
 from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges import at_sizes
 from remat.passes.shared.readable import size
-from remat.passes.simulate import Simulator
 from remat.passes.sizes.expressions import is_true, rounded
 from remat.report.counting import activation_peak
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from joints import capture, named
 
-from remat.passes.schedule import Scheduler
+from remat.passes.memory.schedule import Scheduler
 
 
 def test_value_made_ready_for_a_reader_that_does_not_come_is_not_handed_over() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 
 from remat.passes.flow import FlowProblem
 from remat.passes.improve import has_few_tries
+from remat.passes.memory.storage import find_storages
 from remat.passes.planner import Offer, Planner
 from remat.passes.prices.cost import Flops, Roofline, price
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.storage import find_storages
 from remat.passes.verify import verify_schedule
 
 

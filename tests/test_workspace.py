@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 import remat
+from remat.passes.memory.workspace import ATTENTION, ATTENTION_BACKWARD, _queries_per_block, workspace_of
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.workspace import ATTENTION, ATTENTION_BACKWARD, _queries_per_block, workspace_of
 from remat.report.counting import activation_peak
 
 LENGTHS = [(16, 16), (100, 100), (200, 200), (768, 768), (300, 1024), (1024, 300)]

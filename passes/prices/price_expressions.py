@@ -17,8 +17,8 @@ import torch.fx as fx
 
 from ..flow import FlowProblem
 from ..graph.joint_graph import JointGraph, Role, tensor_of
+from ..memory.schedule import Schedule
 from ..polynomials import NotPolynomial
-from ..schedule import Schedule
 from ..shared.errors import RematError
 from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
 from ..sizes.symbols import Sizes

@@ -13,11 +13,11 @@ from ..passes.choose import Chosen
 from ..passes.graph.constraints import Constraint
 from ..passes.graph.joint_graph import JointGraph, describe_value
 from ..passes.graph.region_tag import region_fields
+from ..passes.memory.simulate import Simulation, simulate
 from ..passes.partition import Prepared
 from ..passes.plan import source_line
 from ..passes.prices.cost import TICKS_PER_SECOND
 from ..passes.shared.module_path import path_of_node
-from ..passes.simulate import Simulation, simulate
 from .model import Alive, GraphReport, NodeRow, Timeline
 
 

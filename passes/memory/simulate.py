@@ -21,9 +21,9 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
-from .graph.joint_graph import JointGraph, Role
+from ..graph.joint_graph import JointGraph, Role
+from ..sizes.symbols import Sizes, terms_of
 from .schedule import Schedule
-from .sizes.symbols import Sizes, terms_of
 from .storage import Storages, size_of
 
 GENERATOR_STATE_BYTES = 5056

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ..graph.constraints import Constraint, Constraints
+from ..graph.joint_graph import FORWARD_SIDE, JointGraph, Role
+from ..graph.region_tag import preserves_rng_state
 from .backward_order import roots
-from .graph.constraints import Constraint, Constraints
-from .graph.joint_graph import FORWARD_SIDE, JointGraph, Role
-from .graph.region_tag import preserves_rng_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..sizes.expressions import NotExpressible, largest_of, write
+from ..sizes.symbols import Sizes, Terms
+from ..torch_private import symbol_bounds
 from .simulate import Memory, Simulation
-from .sizes.expressions import NotExpressible, largest_of, write
-from .sizes.symbols import Sizes, Terms
-from .torch_private import symbol_bounds
 
 Row = tuple[int, ...]
 

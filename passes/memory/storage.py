@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .graph.constraints import base_is_viewed, base_of
-from .graph.joint_graph import JointGraph, Role, tensor_of
-from .graph.overwrite import hides_sharing, is_row_major, overwritable
-from .rewrites.gradients import gradients_of, is_taken_over
-from .rewrites.losses import holds_elements
-from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
-from .sizes.symbols import Sizes, terms_of
+from ..graph.constraints import base_is_viewed, base_of
+from ..graph.joint_graph import JointGraph, Role, tensor_of
+from ..graph.overwrite import hides_sharing, is_row_major, overwritable
+from ..rewrites.gradients import gradients_of, is_taken_over
+from ..rewrites.losses import holds_elements
+from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
+from ..sizes.symbols import Sizes, terms_of
 from .workspace import workspace_of
 
 SMALLEST_REDUCTION = 8

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .sizes.symbols import Sizes
-from .torch_private import expression_of, sympy_functions
+from ..sizes.symbols import Sizes
+from ..torch_private import expression_of, sympy_functions
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
