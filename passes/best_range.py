@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .flow import FlowProblem
 from .memory.peaks import PeakTerms
 from .polynomials import Coefficients, Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from .prices.cost import Costs
 from .prices.price_expressions import Price, Prices
+from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 
 LARGEST_PRICE_SUM = 2**30

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .flow import FlowProblem
 from .graph.constraints import Reason
 from .graph.joint_graph import JointGraph
 from .graph.region_tag import policy_of, region_of
 from .memory.simulate import Memory, Simulation
 from .memory.storage import Storages
-from .planner import Offer, Planner
+from .search.planner import Offer, Planner
+from .search.problem import FlowProblem
 from .shared.errors import InfeasibleBudget
 from .shared.readable import exact_size, size
 from .shared.source import source_line

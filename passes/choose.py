@@ -10,7 +10,6 @@ from typing import Any
 import torch.fx as fx
 
 from .budget import Budget
-from .flow import FlowProblem
 from .graph.constraints import Reason, base_is_viewed
 from .graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
 from .graph.region_tag import region_fields
@@ -22,9 +21,10 @@ from .memory.simulate import Simulation
 from .memory.storage import Storages
 from .offload import is_offloaded
 from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
-from .planner import Offer, Planner
 from .prices.cost import TICKS_PER_SECOND
 from .region_budget import choose_within_shares
+from .search.planner import Offer, Planner
+from .search.problem import FlowProblem
 from .shared.module_path import path_of_node
 from .sizes.symbols import Sizes, describe
 

@@ -10,7 +10,6 @@ import torch.fx as fx
 from .budget import Budget
 from .choose import Chosen, choose_plan
 from .extract import extract
-from .flow import FlowProblem
 from .fusion import keep_products_early, repeat_exponentials, write_once
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
@@ -27,6 +26,7 @@ from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
 from .rewrites.losses import copy_losses_out
 from .rewrites.ports import close_ports, open_ports
+from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
 from .stored import apply_plan

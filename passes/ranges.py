@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 from .budget import Budget
 from .choose import Chosen, Picked, pick, pick_from, write_plan
 from .ends import EndPlanner
-from .flow import FlowProblem
 from .memory.peaks import PeakTerms, peak_terms, sum_grows
 from .memory.schedule import Schedule
 from .memory.shares import Shares
 from .memory.simulate import Memory, Simulation
 from .memory.storage import Storages, storages_at
-from .planner import Offer, Planner, extra_ticks
 from .prices.cost import CostModel, price
+from .search.planner import Offer, Planner, extra_ticks
+from .search.problem import FlowProblem
 from .sizes.expressions import NotExpressible, write
 from .sizes.symbols import Sizes
 from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions

@@ -6,14 +6,14 @@ import warnings
 from dataclasses import dataclass, replace
 
 from .budget import Budget, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
-from .flow import FlowProblem
 from .memory.schedule import Schedule
 from .memory.shares import Limits, Shares
 from .memory.simulate import simulate
 from .memory.storage import Storages
 from .plan import RegionShare
-from .planner import Offer, Planner
-from .share_planner import SharePlanner, ShareSearch, reconciled, search_shares
+from .search.planner import Offer, Planner
+from .search.problem import FlowProblem
+from .search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from .shared.errors import InfeasibleBudget
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch.fx as fx
 
 from .choose import Chosen
-from .flow import FlowProblem
 from .graph.constraints import Constraints
 from .graph.joint_graph import JointGraph, describe_graph
 from .graph.region_tag import region_of
 from .memory.schedule import Schedule, Scheduler
 from .memory.storage import Storages
 from .plan import Plan
+from .search.problem import FlowProblem
 from .shared.errors import PlanMismatch
 from .sizes.expressions import is_true, to_sympy
 from .sizes.symbols import Sizes

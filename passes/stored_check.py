@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from .choose import decisions_of
-from .flow import FlowProblem
 from .graph.constraints import find_constraints
 from .graph.joint_graph import FORWARD_SIDE, JointGraph
 from .memory.schedule import Schedule
 from .memory.simulate import simulate
 from .memory.storage import Storages, find_storages
 from .plan import Action, Decision, Plan
+from .search.problem import FlowProblem
 from .shared.errors import PlanMismatch, VerificationError
 from .sizes.expressions import evaluate
 from .sizes.symbols import Sizes

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
 from .choose import Chosen
-from .flow import FlowProblem
 from .memory.peaks import PeakTerms, peak_terms, sum_grows
 from .memory.schedule import Schedule
 from .memory.shares import Shares
 from .memory.simulate import simulate
 from .plan import SymbolRange
 from .plan_times import find_prices, with_times
-from .planner import Planner, extra_ticks
 from .polynomials import Line, NotPolynomial
 from .prices.price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
+from .search.planner import Planner, extra_ticks
+from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .torch_private import symbol_bounds
 

@@ -26,14 +26,14 @@ from .options import Options
 from .partition_fn import Partitioner
 from .passes.budget import Budget
 from .passes.choose import Picked, write_plan
-from .passes.flow import FlowProblem
 from .passes.memory.shares import Shares
 from .passes.memory.storage import Storages
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare
-from .passes.planner import Offer, Planner
 from .passes.prices.cost import TICKS_PER_SECOND
 from .passes.region_budget import Found, choose_within_shares
+from .passes.search.planner import Offer, Planner
+from .passes.search.problem import FlowProblem
 from .passes.shared.errors import OptionError, RematError
 from .passes.shared.files import form_of, parsed_file
 from .passes.shared.readable import duration, size, size_unit, time_unit

@@ -11,10 +11,10 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.graph.joint_graph import JointGraph
 from remat.passes.prices.cost import Machine, Roofline, price
+from remat.passes.search.problem import FlowProblem
 
 aten = torch.ops.aten
 TOKENS = 64

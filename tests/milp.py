@@ -24,13 +24,13 @@ import torch.fx as fx
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.joint_graph import Role
 from remat.passes.memory.backward_order import roots
 from remat.passes.memory.schedule import Schedule, Scheduler, schedule_backward
 from remat.passes.memory.simulate import Simulation, simulate
 from remat.passes.memory.storage import Storages
-from remat.passes.planner import extra_ticks
+from remat.passes.search.planner import extra_ticks
+from remat.passes.search.problem import FlowProblem
 
 BYTES_PER_UNIT = 1024
 """Memory is stated in these, as fractions: a solver tells large whole numbers apart badly."""

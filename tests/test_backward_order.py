@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from joints import Joint, capture, named
 from torch import nn
 
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.joint_graph import JointGraph, Role
 from remat.passes.memory.backward_order import roots
 from remat.passes.memory.schedule import Scheduler
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Planner
 from remat.passes.prices.cost import Flops, price
+from remat.passes.search.planner import Planner
+from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.symbols import Sizes
 
 ATEN = torch.ops.aten

@@ -22,11 +22,11 @@ from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plan import SymbolRange
-from remat.passes.planner import Planner, extra_ticks
 from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from remat.passes.prices.cost import Callback, Machine, Roofline
 from remat.passes.prices.price_expressions import general_prices
 from remat.passes.ranges import at_sizes, problem_at
+from remat.passes.search.planner import Planner, extra_ticks
 from remat.passes.sizes.symbols import Sizes
 from remat.passes.validity import with_ranges
 

@@ -20,11 +20,11 @@ import remat
 from remat.memory_budget import parse_budget
 from remat.options import Options
 from remat.passes.budget import Budget, alive_lines
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Planner
 from remat.passes.prices.cost import Machine, Roofline, price
+from remat.passes.search.planner import Planner
+from remat.passes.search.problem import FlowProblem
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.readable import size
 

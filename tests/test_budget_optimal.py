@@ -14,7 +14,7 @@ from instances import Instance, instance
 
 from remat.passes.graph.joint_graph import Role
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Offer, Planner, extra_ticks
+from remat.passes.search.planner import Offer, Planner, extra_ticks
 from remat.passes.verify import verify_schedule
 
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -134,7 +134,7 @@ def test_lowest_plans_are_near_the_lowest_there_are() -> None:
 
 PLAN_IN_ANOTHER_PROCESS = """
 from instances import instance
-from remat.passes.planner import Planner
+from remat.passes.search.planner import Planner
 from remat.passes.memory.storage import find_storages
 case = instance(8)
 planner = Planner(case.problem, find_storages(case.graph, fuses=False))

@@ -13,18 +13,18 @@ from joints import capture
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat.passes.blocks import _forward_values_read, find_blocks
-from remat.passes.chain_planner import NO_TIME, ChainProgramme
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.graph.joint_graph import Role
 from remat.passes.memory.backward_order import roots
 from remat.passes.memory.schedule import Scheduler, schedule_backward
 from remat.passes.memory.simulate import Simulator, simulate
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import FEW_MOVES, NEAR_MISSES, Planner
 from remat.passes.prices.cost import Machine, Roofline, price
-from remat.passes.squeeze import NODES_SQUEEZED
+from remat.passes.search.blocks import _forward_values_read, find_blocks
+from remat.passes.search.chain import NO_TIME, ChainProgramme
+from remat.passes.search.planner import FEW_MOVES, NEAR_MISSES, Planner
+from remat.passes.search.problem import FlowProblem
+from remat.passes.search.squeeze import NODES_SQUEEZED
 from remat.passes.verify import verify_schedule
 
 WIDTH = 32
@@ -237,7 +237,7 @@ def test_deep_models_take_hardly_more_cuts_and_simulations(monkeypatch: pytest.M
     for num_blocks in (40, 160):
         problem = residual_blocks(num_blocks)
         with monkeypatch.context() as patch:
-            patch.setattr("remat.passes.planner.NEAR_MISSES", 0)
+            patch.setattr("remat.passes.search.planner.NEAR_MISSES", 0)
             num_cuts, num_steps = work_done(problem, monkeypatch)
         assert num_cuts <= 90
         assert num_steps <= 90

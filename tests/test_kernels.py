@@ -19,17 +19,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat import backend, partition_fn
-from remat.passes import blocks, partition
-from remat.passes.flow import FlowProblem
+from remat.passes import partition
 from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor_kernels import describe_kernels
 from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
 from remat.passes.memory.simulate import Simulation
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Planner
 from remat.passes.prices.cost import Machine, Roofline, price
-from remat.passes.squeeze import Squeezer
+from remat.passes.search import blocks
+from remat.passes.search.planner import Planner
+from remat.passes.search.problem import FlowProblem
+from remat.passes.search.squeeze import Squeezer
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
 from remat.report.counting import activation_peak, clear_gradients
 

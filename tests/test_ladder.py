@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from instances import instance
 
-import remat.passes.ladder
-from remat.passes.ladder import Rung, ladder
-from remat.passes.min_cut import Choice
+import remat.passes.search.ladder
+from remat.passes.search.ladder import Rung, ladder
+from remat.passes.search.min_cut import Choice
 
 SEEDS = range(12)
 
@@ -29,8 +29,8 @@ def test_rungs_keep_less_and_cost_more_at_a_rising_rate(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_cut_lies_below_the_rungs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remat.passes.ladder, "NUM_CUTS", 1000)
-    monkeypatch.setattr(remat.passes.ladder, "SMALLEST_GAP", 0)
+    monkeypatch.setattr(remat.passes.search.ladder, "NUM_CUTS", 1000)
+    monkeypatch.setattr(remat.passes.search.ladder, "SMALLEST_GAP", 0)
     problem = instance(seed).problem
     rungs = ladder(problem)
     assert len(rungs) > 2

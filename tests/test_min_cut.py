@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from remat.passes.min_cut import (
+from remat.passes.search.min_cut import (
     FORBIDDEN,
     Choice,
     Contradiction,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat.passes.narrow import GUESSES, End, narrow
+from remat.passes.search.narrow import GUESSES, End, narrow
 
 
 @dataclass(frozen=True)

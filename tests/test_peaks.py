@@ -17,14 +17,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import remat
 from remat.collecting import collected
-from remat.passes.flow import FlowProblem
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.peaks import peak_terms
 from remat.passes.memory.schedule import Schedule, schedule_backward
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Planner
 from remat.passes.prices.cost import Roofline, price
+from remat.passes.search.planner import Planner
+from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.expressions import evaluate
 from remat.passes.sizes.symbols import Sizes
 from remat.report.counting import activation_peak

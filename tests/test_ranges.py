@@ -22,17 +22,17 @@ from torch import nn
 import remat
 from remat.cli import main
 from remat.collecting import collected
-from remat.passes import flow
 from remat.passes.budget import Budget
-from remat.passes.chain_planner import Chain
 from remat.passes.choose import Chosen
-from remat.passes.improve import Improver
-from remat.passes.ladder import NUM_CUTS
 from remat.passes.memory.simulate import Simulator
 from remat.passes.partition import Prepared, Request, choose, prepare
-from remat.passes.planner import Planner
 from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges import at_sizes
+from remat.passes.search import problem as flow
+from remat.passes.search.chain import Chain
+from remat.passes.search.improve import Improver
+from remat.passes.search.ladder import NUM_CUTS
+from remat.passes.search.planner import Planner
 from remat.passes.shared.readable import size
 from remat.passes.sizes.expressions import is_true, rounded
 from remat.report.counting import activation_peak

@@ -19,9 +19,9 @@ from torch import nn
 
 import remat
 from remat.carrier import operator_name
-from remat.passes import improve
 from remat.passes.graph.constraints import Reason
 from remat.passes.plan import Action, RegionShare
+from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size
 from remat.region import RegionOptions

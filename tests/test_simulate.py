@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import remat.passes.improve
 import remat.passes.partition
+import remat.passes.search.improve
 from remat.passes.plan import Plan
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
@@ -36,7 +36,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     monkeypatch.setattr(remat.passes.partition, "choose_plan", record)
     # What is tested is whether plans keep what they promise, not how good they are.
-    monkeypatch.setattr(remat.passes.improve, "NODES_SIMULATED", 10_000)
+    monkeypatch.setattr(remat.passes.search.improve, "NODES_SIMULATED", 10_000)
     return made
 
 

@@ -9,11 +9,11 @@ from instances import instance
 from joints import capture
 from torch import nn
 
-from remat.passes.flow import FlowProblem
-from remat.passes.improve import has_few_tries
 from remat.passes.memory.storage import find_storages
-from remat.passes.planner import Offer, Planner
 from remat.passes.prices.cost import Flops, Roofline, price
+from remat.passes.search.improve import has_few_tries
+from remat.passes.search.planner import Offer, Planner
+from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.symbols import Sizes
 from remat.passes.verify import verify_schedule
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..flow import FlowProblem
 from ..graph.joint_graph import JointGraph, Role, tensor_of
 from ..memory.schedule import Schedule
 from ..polynomials import NotPolynomial
+from ..search.problem import FlowProblem
 from ..shared.errors import RematError
 from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
 from ..sizes.symbols import Sizes

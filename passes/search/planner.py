@@ -12,16 +12,16 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .chain_planner import Chain, ChainProgramme, Script, write
-from .flow import FlowProblem
-from .graph.joint_graph import Role
+from ..graph.joint_graph import Role
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.simulate import Simulation, Simulator
+from ..memory.storage import Storages
+from .chain import Chain, ChainProgramme, Script, write
 from .improve import Improver, has_few_tries
 from .ladder import NUM_CUTS, Rung, ladder
-from .memory.schedule import Schedule, Scheduler
-from .memory.simulate import Simulation, Simulator
-from .memory.storage import Storages
+from .moves import by_peak
 from .narrow import End, narrow
-from .search import by_peak
+from .problem import FlowProblem
 from .squeeze import SQUEEZED_TO, Squeezer
 
 ROUNDS_TO_MINIMUM = 4

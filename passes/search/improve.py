@@ -17,9 +17,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
-from .graph.joint_graph import Role
-from .memory.simulate import Simulation
-from .search import Candidate, Fact, J, Move, Search, Touch, What, by_peak, excess_bytes
+from ..graph.joint_graph import Role
+from ..memory.simulate import Simulation
+from .moves import Candidate, Fact, J, Move, Search, Touch, What, by_peak, excess_bytes
 
 NODES_SIMULATED, NODES_SIMULATED_IF_LARGE = 120_000, 40_000
 """The effort for one budget; large graphs are chains mostly, where others plan well. A node takes four microseconds."""

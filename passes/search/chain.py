@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..graph.joint_graph import Role
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.simulate import Simulation, Simulator
+from ..torch_private import without_modes
 from .blocks import Block, find_blocks
-from .flow import FlowProblem
-from .graph.joint_graph import Role
 from .ladder import NUM_CUTS, keep_least, ladder
-from .memory.schedule import Schedule, Scheduler
-from .memory.simulate import Simulation, Simulator
-from .torch_private import without_modes
+from .problem import FlowProblem
 
 GRID_STEPS = 400
 """Resolution of memory; a budget is this many steps."""

@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .flow import FlowProblem
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.shares import Limits, SharePeak
+from ..memory.simulate import Simulator
+from ..memory.storage import Storages
 from .improve import NODES_SIMULATED, Improver
-from .memory.schedule import Schedule, Scheduler
-from .memory.shares import Limits, SharePeak
-from .memory.simulate import Simulator
-from .memory.storage import Storages
+from .moves import Candidate, Move, Touch
 from .planner import Offer, Planner, extra_ticks
-from .search import Candidate, Move, Touch
+from .problem import FlowProblem
 
 FIRST_MULTIPLE, FACTOR, NUM_RAISES = 0.25, 4.0, 12
 """Prices per byte that are tried, as multiples of what moving a byte costs: the last keeps only what must be kept."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .flow import FlowProblem
-from .graph.joint_graph import Role
-from .memory.schedule import Schedule, Scheduler
-from .memory.simulate import Simulation
+from ..graph.joint_graph import Role
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.simulate import Simulation
+from .problem import FlowProblem
 
 
 class Judged(Protocol):

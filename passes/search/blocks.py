@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .flow import FlowProblem
-from .graph.joint_graph import JointGraph, Role
-from .memory.backward_order import roots
+from ..graph.joint_graph import JointGraph, Role
+from ..memory.backward_order import roots
+from .problem import FlowProblem
 
 MAX_BLOCKS = 64
 """More than these are merged: the planner over blocks takes cubic time."""

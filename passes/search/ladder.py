@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .flow import FlowProblem
 from .min_cut import Choice
+from .problem import FlowProblem
 
 NUM_CUTS = 16
 """How many cuts are made at most."""

@@ -6,8 +6,8 @@ number of nodes simulated, so that equal graphs give equal plans.
 
 from __future__ import annotations
 
-from .memory.simulate import Simulation
-from .search import J, Move, Search, by_peak, excess_bytes
+from ..memory.simulate import Simulation
+from .moves import J, Move, Search, by_peak, excess_bytes
 
 NODES_SQUEEZED = 250_000
 """The effort for squeezing one plan: more than for a search within a budget, since most plans need no squeezing."""

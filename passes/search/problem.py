@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .graph.constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
-from .graph.joint_graph import JointGraph
+from ..graph.constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
+from ..graph.joint_graph import JointGraph
+from ..prices.cost import Costs
+from ..shared.errors import InfeasibleCut
+from ..shared.source import source_line
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Network, Price, solve_network
-from .prices.cost import Costs
-from .shared.errors import InfeasibleCut
-from .shared.source import source_line
 
 PREFERENCE = 4
 """How many times dearer it is to recompute what a policy would rather save. A choice, not a measurement: a preference
