@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .budget import Budget
-from .choose import Chosen, choose_plan
+from .budgets.budget import Budget
+from .budgets.pick import Chosen, choose_plan
 from .extract import extract
 from .fusion import keep_products_early, repeat_exponentials, write_once
 from .graph.constraints import find_constraints

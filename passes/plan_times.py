@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .choose import Chosen
+from .budgets.pick import Chosen
 from .plan import Action, Decision, TimeExpressions
 from .prices.price_expressions import Price, Prices, general_prices, total_of, total_text
 from .sizes.expressions import NotExpressible

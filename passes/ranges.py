@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budget import Budget
-from .choose import Chosen, Picked, pick, pick_from, write_plan
+from .budgets.budget import Budget
+from .budgets.pick import Chosen, Picked, pick, pick_from, write_plan
 from .ends import EndPlanner
 from .memory.peaks import PeakTerms, peak_terms, sum_grows
 from .memory.schedule import Schedule

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .choose import Chosen
+from .budgets.pick import Chosen
 from .graph.constraints import Constraints
 from .graph.joint_graph import JointGraph, describe_graph
 from .graph.region_tag import region_of

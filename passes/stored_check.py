@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from .choose import decisions_of
+from .budgets.pick import decisions_of
 from .graph.constraints import find_constraints
 from .graph.joint_graph import FORWARD_SIDE, JointGraph
 from .memory.schedule import Schedule

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
-from .choose import Chosen
+from .budgets.pick import Chosen
 from .memory.peaks import PeakTerms, peak_terms, sum_grows
 from .memory.schedule import Schedule
 from .memory.shares import Shares

@@ -12,7 +12,7 @@ from .capture import split_only
 from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
-from .passes.budget import LOWEST_PLAN_OPTION
+from .passes.budgets.budget import LOWEST_PLAN_OPTION
 from .passes.fusion import may_fuse, planned_order
 from .passes.kernels import Excess
 from .passes.shared.errors import InfeasibleBudget, causes_of

@@ -24,14 +24,14 @@ from .capture import Captured, Split, capture
 from .chart import Mark, Series, chart
 from .options import Options
 from .partition_fn import Partitioner
-from .passes.budget import Budget
-from .passes.choose import Picked, write_plan
+from .passes.budgets.budget import Budget
+from .passes.budgets.pick import Picked, write_plan
+from .passes.budgets.regions import Found, choose_within_shares
 from .passes.memory.shares import Shares
 from .passes.memory.storage import Storages
 from .passes.partition import Request, prepare, split
 from .passes.plan import Plan, RegionShare
 from .passes.prices.cost import TICKS_PER_SECOND
-from .passes.region_budget import Found, choose_within_shares
 from .passes.search.planner import Offer, Planner
 from .passes.search.problem import FlowProblem
 from .passes.shared.errors import OptionError, RematError

@@ -7,7 +7,7 @@ import numbers
 import re
 from typing import Any
 
-from .passes.budget import SMALLEST_BYTES, Budget
+from .passes.budgets.budget import SMALLEST_BYTES, Budget
 from .passes.shared.errors import OptionError
 
 UNITS = {

@@ -19,8 +19,8 @@ import torch.fx as fx
 from . import calibration
 from .collecting import is_collecting
 from .options import INNERS, Options
-from .passes.budget import FUSION_MARGIN
-from .passes.choose import Chosen
+from .passes.budgets.budget import FUSION_MARGIN
+from .passes.budgets.pick import Chosen
 from .passes.inductor_kernels import describe_kernels
 from .passes.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split

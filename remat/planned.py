@@ -155,7 +155,7 @@ def _explained(region: RegionOptions, error: Exception) -> RematError | None:
     """What went wrong in terms of the region; None for errors that are the program's own."""
     own = next((cause for cause in causes_of(error) if isinstance(cause, RematError)), None)
     if isinstance(own, InfeasibleBudget):
-        from .passes.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
+        from .passes.budgets.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
 
         advice = f'leave the region to torch.compile(..., backend="remat"), whose option {LOWEST_PLAN_OPTION}'
         return InfeasibleBudget(

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .passes.choose import Chosen
+from .passes.budgets.pick import Chosen
 from .passes.graph.joint_graph import describe_graph
 from .passes.partition import Prepared
 from .passes.plan import Decision, Plan

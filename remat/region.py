@@ -28,7 +28,7 @@ from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.planned import Runner, runner_of
 
 if TYPE_CHECKING:
-    from remat.passes.budget import Budget
+    from remat.passes.budgets.budget import Budget
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 

@@ -36,7 +36,7 @@ from .passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from .passes.budget import Budget
+    from .passes.budgets.budget import Budget
 
 _CAST = torch.ops.aten._to_copy.default
 

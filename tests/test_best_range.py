@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from remat.passes import best_range, validity
 from remat.passes.best_range import CutProof
-from remat.passes.budget import Budget
-from remat.passes.choose import Chosen
+from remat.passes.budgets.budget import Budget
+from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.partition import Prepared, Request, choose, prepare

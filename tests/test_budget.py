@@ -19,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import remat
 from remat.memory_budget import parse_budget
 from remat.options import Options
-from remat.passes.budget import Budget, alive_lines
+from remat.passes.budgets.budget import Budget, alive_lines
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price

@@ -22,8 +22,8 @@ from torch import nn
 import remat
 from remat.cli import main
 from remat.collecting import collected
-from remat.passes.budget import Budget
-from remat.passes.choose import Chosen
+from remat.passes.budgets.budget import Budget
+from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import Simulator
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.prices.cost import Likes, Machine, Roofline

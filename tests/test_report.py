@@ -24,7 +24,7 @@ from torch import nn
 import remat
 from remat.capture import capture
 from remat.partition_fn import partitioner
-from remat.passes.choose import choose_plan
+from remat.passes.budgets.pick import choose_plan
 from remat.passes.graph.constraints import Reason
 from remat.passes.partition import prepare, split
 from remat.report.model import GraphReport, short_source, size

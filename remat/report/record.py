@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..passes.choose import Chosen
+from ..passes.budgets.pick import Chosen
 from ..passes.graph.constraints import Constraint
 from ..passes.graph.joint_graph import JointGraph, describe_value
 from ..passes.graph.region_tag import region_fields

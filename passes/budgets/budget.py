@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .graph.constraints import Reason
-from .graph.joint_graph import JointGraph
-from .graph.region_tag import policy_of, region_of
-from .memory.simulate import Memory, Simulation
-from .memory.storage import Storages
-from .search.planner import Offer, Planner
-from .search.problem import FlowProblem
-from .shared.errors import InfeasibleBudget
-from .shared.readable import exact_size, size
-from .shared.source import source_line
+from ..graph.constraints import Reason
+from ..graph.joint_graph import JointGraph
+from ..graph.region_tag import policy_of, region_of
+from ..memory.simulate import Memory, Simulation
+from ..memory.storage import Storages
+from ..search.planner import Offer, Planner
+from ..search.problem import FlowProblem
+from ..shared.errors import InfeasibleBudget
+from ..shared.readable import exact_size, size
+from ..shared.source import source_line
 
 SMALLEST_BYTES = 1024
 """A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
+from ..memory.schedule import Schedule
+from ..memory.shares import Limits, Shares
+from ..memory.simulate import simulate
+from ..memory.storage import Storages
+from ..plan import RegionShare
+from ..search.planner import Offer, Planner
+from ..search.problem import FlowProblem
+from ..search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares
+from ..shared.errors import InfeasibleBudget
 from .budget import Budget, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
-from .memory.schedule import Schedule
-from .memory.shares import Limits, Shares
-from .memory.simulate import simulate
-from .memory.storage import Storages
-from .plan import RegionShare
-from .search.planner import Offer, Planner
-from .search.problem import FlowProblem
-from .search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares
-from .shared.errors import InfeasibleBudget
 
 
 @dataclass(frozen=True, slots=True, eq=False)

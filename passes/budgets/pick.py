@@ -9,24 +9,24 @@ from typing import Any
 
 import torch.fx as fx
 
+from ..graph.constraints import Reason, base_is_viewed
+from ..graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
+from ..graph.region_tag import region_fields
+from ..keeping import Runs
+from ..memory.peaks import PeakTerms, peak_terms, terms_text
+from ..memory.schedule import Schedule
+from ..memory.shares import Shares
+from ..memory.simulate import Simulation
+from ..memory.storage import Storages
+from ..offload import is_offloaded
+from ..plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
+from ..prices.cost import TICKS_PER_SECOND
+from ..search.planner import Offer, Planner
+from ..search.problem import FlowProblem
+from ..shared.module_path import path_of_node
+from ..sizes.symbols import Sizes, describe
 from .budget import Budget
-from .graph.constraints import Reason, base_is_viewed
-from .graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
-from .graph.region_tag import region_fields
-from .keeping import Runs
-from .memory.peaks import PeakTerms, peak_terms, terms_text
-from .memory.schedule import Schedule
-from .memory.shares import Shares
-from .memory.simulate import Simulation
-from .memory.storage import Storages
-from .offload import is_offloaded
-from .plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
-from .prices.cost import TICKS_PER_SECOND
-from .region_budget import choose_within_shares
-from .search.planner import Offer, Planner
-from .search.problem import FlowProblem
-from .shared.module_path import path_of_node
-from .sizes.symbols import Sizes, describe
+from .regions import choose_within_shares
 
 NUM_ALIVE = 20
 """How many of the values alive at the peak a plan lists."""
