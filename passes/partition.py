@@ -19,7 +19,8 @@ from .memory.shares import Shares
 from .memory.simulate import simulate
 from .memory.storage import Storages, find_storages
 from .offload import offload_values
-from .plan import Plan
+from .plans.plan import Plan
+from .plans.stored import apply_plan
 from .prices.cost import CostModel, price
 from .ranges import byte_limits, choose_for_range
 from .rewrites.dropout import take_dropout_apart
@@ -29,7 +30,6 @@ from .rewrites.ports import close_ports, open_ports
 from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
-from .stored import apply_plan
 from .verify import verify_extracted, verify_memory, verify_schedule
 
 

@@ -18,8 +18,8 @@ from .memory.peaks import PeakTerms, peak_terms, sum_grows
 from .memory.schedule import Schedule
 from .memory.shares import Shares
 from .memory.simulate import simulate
-from .plan import SymbolRange
-from .plan_times import find_prices, with_times
+from .plans.plan import SymbolRange
+from .plans.times import find_prices, with_times
 from .polynomials import Line, NotPolynomial
 from .prices.price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts

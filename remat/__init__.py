@@ -6,7 +6,7 @@ from . import compat, policies, wrappers
 from .apply import Applied, apply, remove
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
-from .passes.plan import Action, Decision, Plan
+from .passes.plans.plan import Action, Decision, Plan
 from .passes.prices.op_call import OpCall
 from .passes.shared.errors import (
     InfeasibleBudget,

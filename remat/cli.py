@@ -259,7 +259,7 @@ def _hand_over(report: Any, asked: argparse.Namespace, why: Any, *, full: bool =
 
 
 def _show(asked: argparse.Namespace) -> int:
-    from .passes.plan import Plan
+    from .passes.plans.plan import Plan
     from .report import Report
     from .report.report import FORMS
 
@@ -279,7 +279,7 @@ def _show(asked: argparse.Namespace) -> int:
 
 def _show_at(asked: argparse.Namespace) -> int:
     """Show the plans of a file at other sizes."""
-    from .passes.plan_sizes import plans_at
+    from .passes.plans.sizes import plans_at
     from .report.diff import load_plans
 
     if asked.why or asked.full or asked.output:

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from .passes.budgets.pick import Chosen
 from .passes.graph.joint_graph import describe_graph
 from .passes.partition import Prepared
-from .passes.plan import Decision, Plan
+from .passes.plans.plan import Decision, Plan
+from .passes.plans.stored import schedule_from
 from .passes.prices.cost import Machine
 from .passes.shared.errors import RankMismatch
-from .passes.stored import schedule_from
 from .passes.torch_private import default_store
 
 WAIT = timedelta(seconds=60)

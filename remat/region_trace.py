@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from .passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
-from .passes.plan import source_line
+from .passes.plans.plan import source_line
 from .passes.shared.name_op import name_op
 from .passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
 from .passes.torch_private import (

@@ -11,7 +11,7 @@ from torch import nn
 
 import remat
 from remat.passes.graph.constraints import Reason
-from remat.passes.plan import Plan, PredictedPeak
+from remat.passes.plans.plan import Plan, PredictedPeak
 from remat.report.model import Alive, GraphReport, NodeRow, Timeline
 
 

@@ -21,7 +21,7 @@ from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.partition import Prepared, Request, choose, prepare
-from remat.passes.plan import SymbolRange
+from remat.passes.plans.plan import SymbolRange
 from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from remat.passes.prices.cost import Callback, Machine, Roofline
 from remat.passes.prices.price_expressions import general_prices

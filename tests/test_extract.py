@@ -15,7 +15,7 @@ from remat.passes.fusion import COPY_TAG
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.schedule import schedule_backward
 from remat.passes.partition import Partitioned, Request, partition
-from remat.passes.plan import Action, Plan
+from remat.passes.plans.plan import Action, Plan
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.verify import verify_extracted, verify_schedule

@@ -20,7 +20,7 @@ from torch import nn
 import remat
 from remat.carrier import operator_name
 from remat.passes.graph.constraints import Reason
-from remat.passes.plan import Action, RegionShare
+from remat.passes.plans.plan import Action, RegionShare
 from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size

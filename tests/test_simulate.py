@@ -14,7 +14,7 @@ from torch import nn
 
 import remat.passes.partition
 import remat.passes.search.improve
-from remat.passes.plan import Plan
+from remat.passes.plans.plan import Plan
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 SCALARS_BYTES = 64

@@ -12,14 +12,14 @@ import torch.fx as fx
 from ..graph.constraints import Reason, base_is_viewed
 from ..graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
 from ..graph.region_tag import region_fields
-from ..keeping import Runs
 from ..memory.peaks import PeakTerms, peak_terms, terms_text
 from ..memory.schedule import Schedule
 from ..memory.shares import Shares
 from ..memory.simulate import Simulation
 from ..memory.storage import Storages
 from ..offload import is_offloaded
-from ..plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
+from ..plans.keeping import Runs
+from ..plans.plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from ..prices.cost import TICKS_PER_SECOND
 from ..search.planner import Offer, Planner
 from ..search.problem import FlowProblem

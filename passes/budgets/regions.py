@@ -9,7 +9,7 @@ from ..memory.schedule import Schedule
 from ..memory.shares import Limits, Shares
 from ..memory.simulate import simulate
 from ..memory.storage import Storages
-from ..plan import RegionShare
+from ..plans.plan import RegionShare
 from ..search.planner import Offer, Planner
 from ..search.problem import FlowProblem
 from ..search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares

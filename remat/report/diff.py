@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ..frontier_file import no_frontier
-from ..passes.plan import Action, Decision, Plan, plans_from_json
+from ..passes.plans.plan import Action, Decision, Plan, plans_from_json
 from ..passes.shared.files import parsed_file
 from .model import PAST, duration, printable, short_source, size
 

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..passes.plan_sizes import general_text, size_lines
+from ..passes.plans.sizes import general_text, size_lines
 from .model import GraphReport, printable
 from .svg import svg
 

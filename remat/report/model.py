@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..passes.keeping import Runs
-from ..passes.plan import Action, Decision, Plan
+from ..passes.plans.keeping import Runs
+from ..passes.plans.plan import Action, Decision, Plan
 from ..passes.shared.readable import duration as duration
 from ..passes.shared.readable import size as size
 

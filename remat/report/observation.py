@@ -20,7 +20,7 @@ from ..collecting import collected
 from ..eager.selective.naming import watched_names
 from ..eager.selective.user_code import is_user_code
 from ..eager.types.execution import is_recomputing, local
-from ..passes.plan import Plan
+from ..passes.plans.plan import Plan
 from ..passes.shared.errors import OptionError
 from .counting import (
     MemoryEvent,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from ..passes.plan import Plan
+from ..passes.plans.plan import Plan
 from ..passes.shared.files import form_of, parsed_file
 from ..version import __version__
 from .model import GraphReport

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..frontier import Pareto
-from ..passes.plan import Plan
+from ..passes.plans.plan import Plan
 from .model import Alive, GraphReport, NodeRow, Timeline
 from .report import Report
 

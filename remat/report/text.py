@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..passes.plan import Decision
-from ..passes.plan_sizes import general_text, size_lines
+from ..passes.plans.plan import Decision
+from ..passes.plans.sizes import general_text, size_lines
 from .model import GraphReport, NodeRow, duration, printable, short_source, size
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from .graph.constraints import Reason
-from .plan_claims import check_claims
-from .plan_sizes import plan_at, size_lines, sizes_text
-from .shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
-from .shared.files import parsed_file, replace_file
-from .shared.readable import size
-from .shared.source import source_line as source_line
-from .sizes.symbols import SizeSymbol
+from ..graph.constraints import Reason
+from ..shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
+from ..shared.files import parsed_file, replace_file
+from ..shared.readable import size
+from ..shared.source import source_line as source_line
+from ..sizes.symbols import SizeSymbol
+from .claims import check_claims
+from .sizes import plan_at, size_lines, sizes_text
 
 FORMAT = 6
 """Version of the JSON form; a reader refuses what it does not know."""

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .budgets.pick import Chosen
+from ..budgets.pick import Chosen
+from ..prices.price_expressions import Price, Prices, general_prices, total_of, total_text
+from ..sizes.expressions import NotExpressible
 from .plan import Action, Decision, TimeExpressions
-from .prices.price_expressions import Price, Prices, general_prices, total_of, total_text
-from .sizes.expressions import NotExpressible
 
 if TYPE_CHECKING:
-    from .partition import Prepared, Request
+    from ..partition import Prepared, Request
 
 NOT_KNOWN = "times are those of the example: the cost model says nothing of other sizes"
 PARTLY_KNOWN = "{} of {} decisions have a price that is known at the sizes of the example only"

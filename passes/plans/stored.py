@@ -8,17 +8,17 @@ from typing import Any
 
 import torch.fx as fx
 
-from .budgets.pick import Chosen
-from .graph.constraints import Constraints
-from .graph.joint_graph import JointGraph, describe_graph
-from .graph.region_tag import region_of
-from .memory.schedule import Schedule, Scheduler
-from .memory.storage import Storages
+from ..budgets.pick import Chosen
+from ..graph.constraints import Constraints
+from ..graph.joint_graph import JointGraph, describe_graph
+from ..graph.region_tag import region_of
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.storage import Storages
+from ..search.problem import FlowProblem
+from ..shared.errors import PlanMismatch
+from ..sizes.expressions import is_true, to_sympy
+from ..sizes.symbols import Sizes
 from .plan import Plan
-from .search.problem import FlowProblem
-from .shared.errors import PlanMismatch
-from .sizes.expressions import is_true, to_sympy
-from .sizes.symbols import Sizes
 from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .shared.errors import OptionError
-from .shared.readable import size
-from .sizes.expressions import evaluate, evaluate_real, rounded
-from .sizes.symbols import Origin, SizeSymbol
+from ..shared.errors import OptionError
+from ..shared.readable import size
+from ..sizes.expressions import evaluate, evaluate_real, rounded
+from ..sizes.symbols import Origin, SizeSymbol
 
 if TYPE_CHECKING:
     from .plan import Decision, Plan, SymbolRange

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .shared.fields import Damaged, refused
-from .sizes.expressions import evaluate, evaluate_real, is_relation
+from ..shared.fields import Damaged, refused
+from ..sizes.expressions import evaluate, evaluate_real, is_relation
 
 if TYPE_CHECKING:
     from .plan import Plan
