@@ -22,7 +22,7 @@ from .offload import offload_values
 from .plans.plan import Plan
 from .plans.stored import apply_plan
 from .prices.cost import CostModel, price
-from .ranges import byte_limits, choose_for_range
+from .ranges.ranges import byte_limits, choose_for_range
 from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
 from .rewrites.losses import copy_losses_out

@@ -25,10 +25,10 @@ from .passes.inductor_kernels import describe_kernels
 from .passes.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split
 from .passes.prices.cost import Callback, CostModel, Flops, Roofline
-from .passes.ranges import take_for_granted
+from .passes.ranges.ranges import take_for_granted
+from .passes.ranges.validity import with_ranges
 from .passes.shared.errors import OptionError
 from .passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes
-from .passes.validity import with_ranges
 from .ranks import Job, agree, current_job, job_name, shared_machines
 from .version import __version__
 

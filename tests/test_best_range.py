@@ -14,21 +14,21 @@ from test_peaks import problem, symbol
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from remat.passes import best_range, validity
-from remat.passes.best_range import CutProof
 from remat.passes.budgets.budget import Budget
 from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.plans.plan import SymbolRange
-from remat.passes.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
 from remat.passes.prices.cost import Callback, Machine, Roofline
-from remat.passes.prices.price_expressions import general_prices
-from remat.passes.ranges import at_sizes, problem_at
+from remat.passes.ranges import best_range, validity
+from remat.passes.ranges.best_range import CutProof
+from remat.passes.ranges.polynomials import Line, NotPolynomial, bernstein, changes_of_sign, value_at
+from remat.passes.ranges.price_expressions import general_prices
+from remat.passes.ranges.ranges import at_sizes, problem_at
+from remat.passes.ranges.validity import with_ranges
 from remat.passes.search.planner import Planner, extra_ticks
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.validity import with_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")
 

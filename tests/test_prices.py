@@ -18,7 +18,7 @@ from remat.calibration import Profile
 from remat.collecting import collected
 from remat.passes.prices.cost import Callback, CostModel, Flops, Machine, Roofline, price
 from remat.passes.prices.op_call import UNKNOWN_USE, call_of
-from remat.passes.prices.price_expressions import Price, Prices, general_prices, total_of, total_text
+from remat.passes.ranges.price_expressions import Price, Prices, general_prices, total_of, total_text
 from remat.passes.sizes.expressions import evaluate_real
 from remat.passes.sizes.symbols import Sizes
 
@@ -108,7 +108,7 @@ def test_flop_formulas_take_symbols(function: Any, shapes: Any) -> None:
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     assert nodes
     sizes = Sizes.find(gm.graph.nodes)
-    asker = remat.passes.prices.price_expressions._Asked(Roofline({}), sizes)
+    asker = remat.passes.ranges.price_expressions._Asked(Roofline({}), sizes)
     for node in nodes:
         found = asker.run(node, UNKNOWN_USE)
         call = call_of(node, sizes)

@@ -27,7 +27,7 @@ from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import Simulator
 from remat.passes.partition import Prepared, Request, choose, prepare
 from remat.passes.prices.cost import Likes, Machine, Roofline
-from remat.passes.ranges import at_sizes
+from remat.passes.ranges.ranges import at_sizes
 from remat.passes.search import problem as flow
 from remat.passes.search.chain import Chain
 from remat.passes.search.improve import Improver

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..budgets.pick import Chosen
-from ..prices.price_expressions import Price, Prices, general_prices, total_of, total_text
+from ..ranges.price_expressions import Price, Prices, general_prices, total_of, total_text
 from ..sizes.expressions import NotExpressible
 from .plan import Action, Decision, TimeExpressions
 

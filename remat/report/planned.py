@@ -14,8 +14,8 @@ from ..frontier import Progress
 from ..options import Options
 from ..partition_fn import Partitioner, paused_collector
 from ..passes.partition import Request, choose, prepare, split
+from ..passes.ranges.validity import with_ranges
 from ..passes.shared.errors import RematError
-from ..passes.validity import with_ranges
 from .model import GraphReport
 from .record import report_graph
 from .report import Report, versions

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .memory.peaks import PeakTerms
+from ..memory.peaks import PeakTerms
+from ..prices.cost import Costs
+from ..search.problem import FlowProblem
+from ..sizes.symbols import Sizes
 from .polynomials import Coefficients, Line, NotPolynomial, bernstein, changes_of_sign, value_at
-from .prices.cost import Costs
-from .prices.price_expressions import Price, Prices
-from .search.problem import FlowProblem
-from .sizes.symbols import Sizes
+from .price_expressions import Price, Prices
 
 LARGEST_PRICE_SUM = 2**30
 """What all prices of a cut add up to when they are made whole: a compiled solver counts in 32 bits."""

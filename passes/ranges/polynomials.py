@@ -12,10 +12,10 @@ from functools import lru_cache
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from .sizes.symbols import Sizes
+from ..sizes.symbols import Sizes
 
 if TYPE_CHECKING:
-    from .prices.price_expressions import Polynomial
+    from .price_expressions import Polynomial
 
 Coefficients = tuple[float, ...]
 """Of a polynomial in one symbol, the constant first."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from .memory.schedule import Schedule, Scheduler
-from .memory.simulate import Simulation, Simulator
-from .memory.storage import Storages
-from .search.improve import has_few_tries
-from .search.planner import HEADROOM, LEVELS_TRIED, Offer, Planner
-from .search.problem import FlowProblem
-from .sizes.symbols import Sizes
+from ..memory.schedule import Schedule, Scheduler
+from ..memory.simulate import Simulation, Simulator
+from ..memory.storage import Storages
+from ..search.improve import has_few_tries
+from ..search.planner import HEADROOM, LEVELS_TRIED, Offer, Planner
+from ..search.problem import FlowProblem
+from ..sizes.symbols import Sizes
 
 
 class EndPlanner(Planner):

@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..budgets.pick import Chosen
+from ..memory.peaks import PeakTerms, peak_terms, sum_grows
+from ..memory.schedule import Schedule
+from ..memory.shares import Shares
+from ..memory.simulate import simulate
+from ..plans.plan import SymbolRange
+from ..plans.times import find_prices, with_times
+from ..search.planner import Planner, extra_ticks
+from ..search.problem import FlowProblem
+from ..sizes.symbols import Sizes
+from ..torch_private import symbol_bounds
 from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
-from .budgets.pick import Chosen
-from .memory.peaks import PeakTerms, peak_terms, sum_grows
-from .memory.schedule import Schedule
-from .memory.shares import Shares
-from .memory.simulate import simulate
-from .plans.plan import SymbolRange
-from .plans.times import find_prices, with_times
 from .polynomials import Line, NotPolynomial
-from .prices.price_expressions import Prices, schedule_total
+from .price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
-from .search.planner import Planner, extra_ticks
-from .search.problem import FlowProblem
-from .sizes.symbols import Sizes
-from .torch_private import symbol_bounds
 
 if TYPE_CHECKING:
-    from .partition import Prepared, Request
+    from ..partition import Prepared, Request
 
 FACTORS = (4, 16, 64)
 """A sampled range is looked at this far above and below the size that was planned for."""

@@ -26,25 +26,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from .budgets.budget import Budget
-from .budgets.pick import Chosen, Picked, pick, pick_from, write_plan
+from ..budgets.budget import Budget
+from ..budgets.pick import Chosen, Picked, pick, pick_from, write_plan
+from ..memory.peaks import PeakTerms, peak_terms, sum_grows
+from ..memory.schedule import Schedule
+from ..memory.shares import Shares
+from ..memory.simulate import Memory, Simulation
+from ..memory.storage import Storages, storages_at
+from ..prices.cost import CostModel, price
+from ..search.planner import Offer, Planner, extra_ticks
+from ..search.problem import FlowProblem
+from ..sizes.expressions import NotExpressible, write
+from ..sizes.symbols import Sizes
+from ..torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 from .ends import EndPlanner
-from .memory.peaks import PeakTerms, peak_terms, sum_grows
-from .memory.schedule import Schedule
-from .memory.shares import Shares
-from .memory.simulate import Memory, Simulation
-from .memory.storage import Storages, storages_at
-from .prices.cost import CostModel, price
-from .search.planner import Offer, Planner, extra_ticks
-from .search.problem import FlowProblem
-from .sizes.expressions import NotExpressible, write
-from .sizes.symbols import Sizes
-from .torch_private import add_guard, fixed_ranges, guards_of, symbol_bounds, sympy_functions
 
 if TYPE_CHECKING:
     import sympy
 
-    from .partition import Prepared, Request
+    from ..partition import Prepared, Request
 
 LARGEST_SIZE = 2**40
 """No size is larger: where a search for the end of a range stops."""
