@@ -9,7 +9,6 @@ import torch.fx as fx
 
 from .budgets.budget import Budget
 from .budgets.pick import Chosen, choose_plan
-from .extract import extract
 from .fusion import keep_products_early, repeat_exponentials, write_once
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
@@ -18,7 +17,6 @@ from .masks import keep_as_bytes
 from .memory.shares import Shares
 from .memory.simulate import simulate
 from .memory.storage import Storages, find_storages
-from .offload import offload_values
 from .plans.plan import Plan
 from .plans.stored import apply_plan
 from .prices.cost import CostModel, price
@@ -30,7 +28,9 @@ from .rewrites.ports import close_ports, open_ports
 from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
-from .verify import verify_extracted, verify_memory, verify_schedule
+from .write.extract import extract
+from .write.offload import offload_values
+from .write.verify import verify_extracted, verify_memory, verify_schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

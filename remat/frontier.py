@@ -37,7 +37,7 @@ from .passes.search.problem import FlowProblem
 from .passes.shared.errors import OptionError, RematError
 from .passes.shared.files import form_of, parsed_file
 from .passes.shared.readable import duration, size, size_unit, time_unit
-from .passes.verify import verify_schedule
+from .passes.write.verify import verify_schedule
 
 FORMAT = 1
 """Version of the JSON form."""

@@ -25,7 +25,7 @@ from remat.passes.search.chain import NO_TIME, ChainProgramme
 from remat.passes.search.planner import FEW_MOVES, NEAR_MISSES, Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import NODES_SQUEEZED
-from remat.passes.verify import verify_schedule
+from remat.passes.write.verify import verify_schedule
 
 WIDTH = 32
 

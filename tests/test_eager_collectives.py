@@ -17,7 +17,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from remat.passes.memory.schedule import schedule_backward
 from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.policy import PolicyError
-from remat.passes.verify import verify_schedule
+from remat.passes.write.verify import verify_schedule
 from remat.policies import recompute_all
 from remat.region import checkpoint_region
 

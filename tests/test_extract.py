@@ -10,7 +10,6 @@ import torch.fx as fx
 import torch.nn.functional as F
 from joints import Joint, capture, named
 
-from remat.passes.extract import _copied_into, extract
 from remat.passes.fusion import COPY_TAG
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.schedule import schedule_backward
@@ -18,7 +17,8 @@ from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plans.plan import Action, Plan
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
-from remat.passes.verify import verify_extracted, verify_schedule
+from remat.passes.write.extract import _copied_into, extract
+from remat.passes.write.verify import verify_extracted, verify_schedule
 
 FREE = Callback(function=lambda call: 0.0)
 RUINOUS = Callback(function=lambda call: 1e6)

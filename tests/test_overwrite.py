@@ -22,7 +22,7 @@ from remat.passes.graph.overwrite import overwritable, overwritten_by, write_ove
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
-from remat.passes.verify import verify_memory
+from remat.passes.write.verify import verify_memory
 from remat.report.counting import activation_peak, clear_gradients
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from remat.passes.search.improve import has_few_tries
 from remat.passes.search.planner import Offer, Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.verify import verify_schedule
+from remat.passes.write.verify import verify_schedule
 
 
 class Residual(nn.Module):

@@ -17,7 +17,6 @@ from ..memory.schedule import Schedule
 from ..memory.shares import Shares
 from ..memory.simulate import Simulation
 from ..memory.storage import Storages
-from ..offload import is_offloaded
 from ..plans.keeping import Runs
 from ..plans.plan import Action, Decision, Plan, PredictedPeak, RegionShare, source_line
 from ..prices.cost import TICKS_PER_SECOND
@@ -25,6 +24,7 @@ from ..search.planner import Offer, Planner
 from ..search.problem import FlowProblem
 from ..shared.module_path import path_of_node
 from ..sizes.symbols import Sizes, describe
+from ..write.offload import is_offloaded
 from .budget import Budget
 from .regions import choose_within_shares
 

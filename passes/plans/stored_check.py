@@ -19,7 +19,7 @@ from ..search.problem import FlowProblem
 from ..shared.errors import PlanMismatch, VerificationError
 from ..sizes.expressions import evaluate
 from ..sizes.symbols import Sizes
-from ..verify import verify_schedule
+from ..write.verify import verify_schedule
 from .plan import Action, Decision, Plan
 
 ESTIMATE = 1.5

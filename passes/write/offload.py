@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .graph.joint_graph import PARTITIONER_TAG, tensor_of
-from .graph.region_tag import policy_of, region_of
-from .shared.disk_op import to_disk_op
-from .shared.policy import OFFLOADS
+from ..graph.joint_graph import PARTITIONER_TAG, tensor_of
+from ..graph.region_tag import policy_of, region_of
+from ..shared.disk_op import to_disk_op
+from ..shared.policy import OFFLOADS
 
 _COPY = torch.ops.aten._to_copy.default
 _CLONE = torch.ops.aten.clone.default

@@ -19,10 +19,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from . import rng
-from .fusion import COPY_TAG, MOMENT_TAG, moments_of
-from .graph.constraints import Constraints, written_arguments
-from .graph.joint_graph import (
+from ..fusion import COPY_TAG, MOMENT_TAG, moments_of
+from ..graph.constraints import Constraints, written_arguments
+from ..graph.joint_graph import (
     PARTITIONER_TAG,
     JointGraph,
     Role,
@@ -31,9 +30,9 @@ from .graph.joint_graph import (
     is_backward_state,
     output_descriptors,
 )
-from .graph.overwrite import write_over
-from .memory.schedule import Schedule
-from .torch_private import (
+from ..graph.overwrite import write_over
+from ..memory.schedule import Schedule
+from ..torch_private import (
     REALIZE_TAG,
     FakeScriptObject,
     SavedForBackwardsAOTOutput,
@@ -44,6 +43,7 @@ from .torch_private import (
     is_symbol_binding_fx_node,
     symbols_of,
 )
+from . import rng
 
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """`node.meta` key by which AOTAutograd marks tensors that eager would stash without a version check."""
