@@ -9,11 +9,11 @@ import torch.fx as fx
 
 from .budgets.budget import Budget
 from .budgets.pick import Chosen, choose_plan
-from .fusion import keep_products_early, repeat_exponentials, write_once
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
-from .kernels import Held, held_between
-from .masks import keep_as_bytes
+from .inductor.fusion import keep_products_early, repeat_exponentials, write_once
+from .inductor.kernels import Held, held_between
+from .inductor.masks import keep_as_bytes
 from .memory.shares import Shares
 from .memory.simulate import simulate
 from .memory.storage import Storages, find_storages

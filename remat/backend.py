@@ -13,8 +13,8 @@ from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
 from .passes.budgets.budget import LOWEST_PLAN_OPTION
-from .passes.fusion import may_fuse, planned_order
-from .passes.kernels import Excess
+from .passes.inductor.fusion import may_fuse, planned_order
+from .passes.inductor.kernels import Excess
 from .passes.shared.errors import InfeasibleBudget, causes_of
 from .passes.shared.out_of_memory import advising
 from .passes.shared.readable import exact_size

@@ -21,8 +21,8 @@ from .collecting import is_collecting
 from .options import INNERS, Options
 from .passes.budgets.budget import FUSION_MARGIN
 from .passes.budgets.pick import Chosen
-from .passes.inductor_kernels import describe_kernels
-from .passes.kernels import Excess, Held, PeakExceeded, Promise
+from .passes.inductor.describe import describe_kernels
+from .passes.inductor.kernels import Excess, Held, PeakExceeded, Promise
 from .passes.partition import Prepared, Request, choose, prepare, split
 from .passes.prices.cost import Callback, CostModel, Flops, Roofline
 from .passes.ranges.ranges import take_for_granted

@@ -10,8 +10,8 @@ import torch.fx as fx
 import torch.nn.functional as F
 from joints import Joint, capture, named
 
-from remat.passes.fusion import COPY_TAG
 from remat.passes.graph.constraints import find_constraints
+from remat.passes.inductor.fusion import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.plans.plan import Action, Plan

@@ -15,7 +15,7 @@ from torch import nn
 
 import remat
 from remat import backend
-from remat.passes.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
+from remat.passes.inductor.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
 from remat.report.counting import activation_peak, clear_gradients
 
 

@@ -20,10 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import remat
 from remat import backend, partition_fn
 from remat.passes import partition
-from remat.passes.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
 from remat.passes.graph.constraints import find_constraints
-from remat.passes.inductor_kernels import describe_kernels
-from remat.passes.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.inductor.describe import describe_kernels
+from remat.passes.inductor.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
+from remat.passes.inductor.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
 from remat.passes.memory.simulate import Simulation
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price

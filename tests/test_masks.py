@@ -11,7 +11,7 @@ import torch.fx as fx
 from joints import capture
 from torch import nn
 
-from remat.passes import masks
+from remat.passes.inductor import masks
 from remat.passes.partition import Partitioned, Request, partition
 from remat.passes.prices.cost import Roofline
 from remat.report.counting import activation_peak

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import nn
 
 from remat.passes import partition
-from remat.passes.fusion import MOMENT_TAG, Moment, keep_products_early
+from remat.passes.inductor.fusion import MOMENT_TAG, Moment, keep_products_early
 from remat.report.counting import activation_peak
 
 ATEN = torch.ops.aten

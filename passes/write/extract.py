@@ -19,7 +19,6 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from ..fusion import COPY_TAG, MOMENT_TAG, moments_of
 from ..graph.constraints import Constraints, written_arguments
 from ..graph.joint_graph import (
     PARTITIONER_TAG,
@@ -31,6 +30,7 @@ from ..graph.joint_graph import (
     output_descriptors,
 )
 from ..graph.overwrite import write_over
+from ..inductor.fusion import COPY_TAG, MOMENT_TAG, moments_of
 from ..memory.schedule import Schedule
 from ..torch_private import (
     REALIZE_TAG,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..fusion import COPY_TAG
 from ..graph.constraints import Constraints, base_of, written_arguments
 from ..graph.joint_graph import JointGraph, Role, backward_inputs, forward_inputs
 from ..graph.overwrite import hides_sharing, overwritten_by
 from ..graph.region_tag import preserves_rng_state
+from ..inductor.fusion import COPY_TAG
 from ..memory.schedule import Schedule
 from ..shared.errors import VerificationError
 from ..shared.op_facts import facts_of, facts_of_call

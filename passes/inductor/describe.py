@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..torch_private import CompiledHalf, origins_of
 from .kernels import Kernel, Kernels
-from .torch_private import CompiledHalf, origins_of
 
 
 def describe_kernels(half: CompiledHalf) -> Kernels:

@@ -32,10 +32,10 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-from .graph.joint_graph import JointGraph
-from .memory.schedule import Schedule
-from .shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
-from .torch_private import REALIZE_TAG
+from ..graph.joint_graph import JointGraph
+from ..memory.schedule import Schedule
+from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
+from ..torch_private import REALIZE_TAG
 
 COPY_TAG = "remat_copy_of"
 """`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""

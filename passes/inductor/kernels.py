@@ -13,9 +13,9 @@ from itertools import accumulate
 
 import torch.fx as fx
 
-from .graph.joint_graph import JointGraph
-from .memory.simulate import Simulation
-from .memory.storage import Storages
+from ..graph.joint_graph import JointGraph
+from ..memory.simulate import Simulation
+from ..memory.storage import Storages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
