@@ -29,7 +29,7 @@ from .passes.budgets.pick import Picked, write_plan
 from .passes.budgets.regions import Found, choose_within_shares
 from .passes.memory.shares import Shares
 from .passes.memory.storage import Storages
-from .passes.partition import Request, prepare, split
+from .passes.pipeline import Request, prepare, split
 from .passes.plans.plan import Plan, RegionShare
 from .passes.prices.cost import TICKS_PER_SECOND
 from .passes.search.planner import Offer, Planner

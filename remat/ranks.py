@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .passes.budgets.pick import Chosen
 from .passes.graph.joint_graph import describe_graph
-from .passes.partition import Prepared
+from .passes.pipeline import Prepared
 from .passes.plans.plan import Decision, Plan
 from .passes.plans.stored import schedule_from
 from .passes.prices.cost import Machine

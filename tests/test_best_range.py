@@ -18,7 +18,7 @@ from remat.passes.budgets.budget import Budget
 from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
-from remat.passes.partition import Prepared, Request, choose, prepare
+from remat.passes.pipeline import Prepared, Request, choose, prepare
 from remat.passes.plans.plan import SymbolRange
 from remat.passes.prices.cost import Callback, Machine, Roofline
 from remat.passes.ranges import best_range, validity

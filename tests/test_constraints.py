@@ -9,7 +9,7 @@ from joints import capture, named
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from remat.passes.graph.constraints import Constraint, Reason
-from remat.passes.partition import Request, partition
+from remat.passes.pipeline import Request, partition
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import InfeasibleCut
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import remat
-from remat.passes.partition import Request, partition
+from remat.passes.pipeline import Request, partition
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.dropout import take_dropout_apart
 from remat.report.counting import activation_peak

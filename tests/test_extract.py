@@ -13,7 +13,7 @@ from joints import Joint, capture, named
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor.fusion import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
-from remat.passes.partition import Partitioned, Request, partition
+from remat.passes.pipeline import Partitioned, Request, partition
 from remat.passes.plans.plan import Action, Plan
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError

@@ -11,7 +11,7 @@ from joints import capture
 from torch import nn
 
 import remat
-from remat.passes.partition import Request, prepare
+from remat.passes.pipeline import Request, prepare
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
 from remat.report.counting import activation_peak

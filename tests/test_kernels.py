@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat import backend, partition_fn
-from remat.passes import partition
+from remat.passes import pipeline as partition
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor.describe import describe_kernels
 from remat.passes.inductor.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials

@@ -12,7 +12,7 @@ from joints import capture
 from torch import nn
 
 import remat
-from remat.passes.partition import Request, partition
+from remat.passes.pipeline import Request, partition
 from remat.passes.prices.cost import Roofline
 from remat.report.counting import activation_peak
 

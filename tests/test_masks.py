@@ -12,7 +12,7 @@ from joints import capture
 from torch import nn
 
 from remat.passes.inductor import masks
-from remat.passes.partition import Partitioned, Request, partition
+from remat.passes.pipeline import Partitioned, Request, partition
 from remat.passes.prices.cost import Roofline
 from remat.report.counting import activation_peak
 
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_same_kernels_with_booleans(
         return found
 
     packed = run()
-    monkeypatch.setattr("remat.passes.partition.keep_as_bytes", lambda *_: None)
+    monkeypatch.setattr("remat.passes.pipeline.keep_as_bytes", lambda *_: None)
     plain = run()
     assert all(loss.isfinite().all() for loss in plain)
     assert all(map(torch.equal, packed, plain))
@@ -153,5 +153,5 @@ def test_peak_is_that_with_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
         return activation_peak(lambda: compiled(x), parameters, counter="allocator").activation_bytes
 
     packed = peak()
-    monkeypatch.setattr("remat.passes.partition.keep_as_bytes", lambda *_: None)
+    monkeypatch.setattr("remat.passes.pipeline.keep_as_bytes", lambda *_: None)
     assert packed <= peak()

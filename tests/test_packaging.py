@@ -56,8 +56,8 @@ def test_wheel_imports_without_the_source_tree(wheel: Path, tmp_path: Path) -> N
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import remat, remat.backend, remat.passes.partition
-for module in (remat, remat.backend, remat.passes.partition):
+import remat, remat.backend, remat.passes.pipeline
+for module in (remat, remat.backend, remat.passes.pipeline):
     assert module.__file__.startswith({str(tmp_path)!r}), module.__file__
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

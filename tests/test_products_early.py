@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from remat.passes import partition
+from remat.passes import pipeline as partition
 from remat.passes.inductor.fusion import MOMENT_TAG, Moment, keep_products_early
 from remat.report.counting import activation_peak
 

@@ -25,7 +25,7 @@ from remat.collecting import collected
 from remat.passes.budgets.budget import Budget
 from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import Simulator
-from remat.passes.partition import Prepared, Request, choose, prepare
+from remat.passes.pipeline import Prepared, Request, choose, prepare
 from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges.ranges import at_sizes
 from remat.passes.search import problem as flow

@@ -26,7 +26,7 @@ from remat.capture import capture
 from remat.partition_fn import partitioner
 from remat.passes.budgets.pick import choose_plan
 from remat.passes.graph.constraints import Reason
-from remat.passes.partition import prepare, split
+from remat.passes.pipeline import prepare, split
 from remat.report.model import GraphReport, short_source, size
 from remat.report.record import report_graph
 from remat.report.stored import SCHEMA

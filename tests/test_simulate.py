@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import remat.passes.partition
+import remat.passes.pipeline
 import remat.passes.search.improve
 from remat.passes.plans.plan import Plan
 
@@ -27,14 +27,14 @@ Loss = Callable[[], torch.Tensor]
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans that are made, in order."""
     made: list[Plan] = []
-    choose = remat.passes.partition.choose_plan
+    choose = remat.passes.pipeline.choose_plan
 
     def record(*args: Any, **kwargs: Any) -> Any:
         chosen = choose(*args, **kwargs)
         made.append(chosen.plan)
         return chosen
 
-    monkeypatch.setattr(remat.passes.partition, "choose_plan", record)
+    monkeypatch.setattr(remat.passes.pipeline, "choose_plan", record)
     # What is tested is whether plans keep what they promise, not how good they are.
     monkeypatch.setattr(remat.passes.search.improve, "NODES_SIMULATED", 10_000)
     return made

@@ -20,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import remat
 from remat.collecting import collected
 from remat.options import Options
-from remat.passes.partition import Prepared, Request, choose, prepare
+from remat.passes.pipeline import Prepared, Request, choose, prepare
 from remat.passes.plans.plan import Action, Plan, RegionShare
 from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch

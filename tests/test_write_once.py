@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.passes import partition
+from remat.passes import pipeline as partition
 from remat.passes.inductor import fusion
 from remat.passes.inductor.fusion import write_once
 from remat.passes.torch_private import REALIZE_TAG

@@ -12,7 +12,7 @@ from ..sizes.expressions import NotExpressible
 from .plan import Action, Decision, TimeExpressions
 
 if TYPE_CHECKING:
-    from ..partition import Prepared, Request
+    from ..pipeline import Prepared, Request
 
 NOT_KNOWN = "times are those of the example: the cost model says nothing of other sizes"
 PARTLY_KNOWN = "{} of {} decisions have a price that is known at the sizes of the example only"

@@ -44,7 +44,7 @@ from .ends import EndPlanner
 if TYPE_CHECKING:
     import sympy
 
-    from ..partition import Prepared, Request
+    from ..pipeline import Prepared, Request
 
 LARGEST_SIZE = 2**40
 """No size is larger: where a search for the end of a range stops."""

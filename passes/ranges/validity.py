@@ -29,7 +29,7 @@ from .price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
 
 if TYPE_CHECKING:
-    from ..partition import Prepared, Request
+    from ..pipeline import Prepared, Request
 
 FACTORS = (4, 16, 64)
 """A sampled range is looked at this far above and below the size that was planned for."""

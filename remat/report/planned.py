@@ -13,7 +13,7 @@ from ..capture import Captured, Split, capture
 from ..frontier import Progress
 from ..options import Options
 from ..partition_fn import Partitioner, paused_collector
-from ..passes.partition import Request, choose, prepare, split
+from ..passes.pipeline import Request, choose, prepare, split
 from ..passes.ranges.validity import with_ranges
 from ..passes.shared.errors import RematError
 from .model import GraphReport
