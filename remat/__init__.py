@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compat, policies, wrappers
+from . import policies, wrappers
 from .apply import Applied, apply, remove
-from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
+from .eager.torch_api import checkpoint as compat
+from .eager.torch_api.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .naming import name
 from .passes.plans.plan import Action, Decision, Plan
 from .passes.prices.op_call import OpCall

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from .compat import SAC_IGNORED_OPS, SelectiveCheckpointContext
+from .eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from .passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
 from .passes.plans.plan import source_line
 from .passes.shared.name_op import name_op

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import compat, policies
+from remat import policies
 from remat.eager.offload.hooks import OffloadHooks
+from remat.eager.torch_api import checkpoint as compat
 from remat.marking import check_offload
 from remat.passes.torch_private import peek_functorch_stack, targets_of_wrap_policy
 from remat.region import RegionCall, region_options
