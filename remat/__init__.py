@@ -2,11 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import policies, wrappers
-from .apply import Applied, apply, remove
 from .eager.torch_api import checkpoint as compat
 from .eager.torch_api.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
-from .naming import name
 from .passes.plans.plan import Action, Decision, Plan
 from .passes.prices.op_call import OpCall
 from .passes.shared.errors import (
@@ -19,7 +16,10 @@ from .passes.shared.errors import (
     RematError,
     VerificationError,
 )
-from .region import checkpoint_region, is_recomputing
+from .regions import policies, wrappers
+from .regions.applied import Applied, apply, remove
+from .regions.naming import name
+from .regions.region import checkpoint_region, is_recomputing
 from .version import __version__
 
 if TYPE_CHECKING:

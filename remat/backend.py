@@ -9,7 +9,6 @@ from typing import Any
 import torch.fx as fx
 
 from .capture import split_only
-from .carrier import inside_broken_regions
 from .options import Inner, Options
 from .partition_fn import Partitioner, source_digest
 from .passes.budgets.budget import LOWEST_PLAN_OPTION
@@ -19,6 +18,7 @@ from .passes.shared.errors import InfeasibleBudget, causes_of
 from .passes.shared.out_of_memory import advising
 from .passes.shared.readable import exact_size
 from .passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
+from .regions.carrier import inside_broken_regions
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 """What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size

@@ -21,7 +21,7 @@ from .passes.shared.errors import InfeasibleBudget, RematError, causes_of
 from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
 if TYPE_CHECKING:
-    from .region import RegionOptions
+    from .regions.region import RegionOptions
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Calls a function with arguments as a region."""
@@ -88,7 +88,7 @@ def _described(leaf: Any) -> Any:
 def _compile(region: RegionOptions, overwrites: bool) -> Callable[..., Any]:
     """Make a callable that plans the region when it is first called."""
     from .backend import op_by_op
-    from .carrier import operator_of
+    from .regions.carrier import operator_of
 
     not_compiled = (
         f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and a plan a trace by "

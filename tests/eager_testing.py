@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import compat
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 torch.set_num_threads(1)  # the tensors are tiny; threads would only wait for each other on a busy machine
 

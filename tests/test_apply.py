@@ -16,7 +16,7 @@ from torch import nn
 
 import remat
 from remat.policies import save_matmuls
-from remat.region import region_of_module
+from remat.regions.region import region_of_module
 
 
 class Block(nn.Module):

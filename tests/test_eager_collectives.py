@@ -19,7 +19,7 @@ from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.policy import PolicyError
 from remat.passes.write.verify import verify_schedule
 from remat.policies import recompute_all
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 
 @pytest.fixture(autouse=True, scope="module")

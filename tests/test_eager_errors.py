@@ -11,7 +11,7 @@ from remat import compat
 from remat.eager import register_determinism_check
 from remat.passes.shared.policy import PolicyError
 from remat.passes.torch_private import current_graph_task_id, top_saved_tensors_hooks
-from remat.region import checkpoint_region, is_recomputing
+from remat.regions.region import checkpoint_region, is_recomputing
 
 CheckpointError = compat.CheckpointError
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)

@@ -10,7 +10,7 @@ import torch
 from eager_testing import REGIONS, plain
 from torch import nn
 
-from remat.region import is_recomputing
+from remat.regions.region import is_recomputing
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 

@@ -32,7 +32,7 @@ from remat.eager.selective.replayer import Replayer
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import is_recomputing
 from remat.passes import torch_private
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch.func.jvp calls it
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from remat.eager.types.errors import CheckpointError
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 
 class Counter(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from remat import compat
 from remat.passes.shared.errors import OptionError
-from remat.region import checkpoint_region, is_recomputing
+from remat.regions.region import checkpoint_region, is_recomputing
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import remat
 from remat import compat
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from remat.eager import CheckpointError
 from remat.eager.state import global_generators
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 
@@ -302,7 +302,7 @@ def test_without_preserve_rng_state_the_recomputation_draws_on(use):
 
 
 def test_a_raising_recomputation_leaves_the_random_state_alone():
-    from remat.region import is_recomputing
+    from remat.regions.region import is_recomputing
 
     def function(x):
         if is_recomputing():

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import compat, policies
 from remat.passes.shared.policy import PolicyError
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 aten = torch.ops.aten
 

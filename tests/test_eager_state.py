@@ -14,7 +14,7 @@ from torch import nn
 import remat
 from remat import compat
 from remat.eager.state.reach import reach
-from remat.region import checkpoint_region
+from remat.regions.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
 
@@ -108,7 +108,7 @@ def test_buffers_are_back_after_a_recomputation_that_raises():
             raise ValueError("only the second time")
         return model(x).sin()
 
-    from remat.region import is_recomputing as compat_recomputing
+    from remat.regions.region import is_recomputing as compat_recomputing
 
     out = plain(function, torch.randn(4, requires_grad=True))
     with pytest.raises(ValueError, match="only the second time"):

@@ -13,7 +13,7 @@ from torch import nn
 
 from remat import compat
 from remat.eager.state import swap
-from remat.region import is_recomputing
+from remat.regions.region import is_recomputing
 
 
 @pytest.fixture

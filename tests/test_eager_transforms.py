@@ -11,7 +11,7 @@ from eager_testing import REGIONS, OpCounter, plain
 from torch import nn
 
 from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
-from remat.region import checkpoint_region, is_recomputing
+from remat.regions.region import checkpoint_region, is_recomputing
 
 pytestmark = [
     # torch's own: forward-mode AD loads decompositions written in TorchScript, Dynamo looks at `.grad` of

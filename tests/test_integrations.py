@@ -17,7 +17,7 @@ from torch import nn
 
 import remat
 from remat.integrations import torchtitan
-from remat.region import RegionCall
+from remat.regions.region import RegionCall
 
 pytestmark = [
     # Dynamo looks at the gradient of every input.

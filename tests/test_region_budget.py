@@ -18,13 +18,13 @@ from harness import count_backward_ops
 from torch import nn
 
 import remat
-from remat.carrier import operator_name
 from remat.passes.graph.constraints import Reason
 from remat.passes.plans.plan import Action, RegionShare
 from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size
-from remat.region import RegionOptions
+from remat.regions.carrier import operator_name
+from remat.regions.region import RegionOptions
 
 MUST_SAVE, PREFER_SAVE = remat.CheckpointPolicy.MUST_SAVE, remat.CheckpointPolicy.PREFER_SAVE
 MUST_RECOMPUTE, PREFER_RECOMPUTE = remat.CheckpointPolicy.MUST_RECOMPUTE, remat.CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_cache import HIT, MISS, Lookup, run_in_two_processes
 
-from remat.carrier import operator_name
-from remat.region import RegionOptions
+from remat.regions.carrier import operator_name
+from remat.regions.region import RegionOptions
 
 aten = torch.ops.aten
 

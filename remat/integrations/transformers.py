@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from remat.passes.shared.errors import RematError
-from remat.region import RegionCall, region_options
+from remat.regions.region import RegionCall, region_options
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 

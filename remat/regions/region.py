@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from remat.carrier import operator_of
 from remat.eager import RegionSpec, Selective, is_recomputing
 from remat.eager.recompute.determinism import find_determinism_check
-from remat.marking import check_markable, check_options
 from remat.passes.shared.policy import Policy, normalise_policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.planned import Runner, runner_of
+from remat.regions.carrier import operator_of
+from remat.regions.marking import check_markable, check_options
 
 if TYPE_CHECKING:
     from remat.passes.budgets.budget import Budget

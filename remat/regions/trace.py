@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from .eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
-from .passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
-from .passes.plans.plan import source_line
-from .passes.shared.name_op import name_op
-from .passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
-from .passes.torch_private import (
+from ..eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
+from ..passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
+from ..passes.plans.plan import source_line
+from ..passes.shared.name_op import name_op
+from ..passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
+from ..passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,
     fx_preserving_meta,
@@ -36,7 +36,7 @@ from .passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from .passes.budgets.budget import Budget
+    from ..passes.budgets.budget import Budget
 
 _CAST = torch.ops.aten._to_copy.default
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from .passes.shared.errors import RematError
-from .passes.shared.fingerprint import fingerprint
-from .passes.shared.policy import normalise_policy
-from .passes.torch_private import (
+from ..passes.shared.errors import RematError
+from ..passes.shared.fingerprint import fingerprint
+from ..passes.shared.policy import normalise_policy
+from ..passes.torch_private import (
     HigherOrderOperator,
     constant_in_graphs,
     is_faking,
@@ -30,8 +30,8 @@ from .passes.torch_private import (
     trace_as_wrapper,
     tracer,
 )
-from .planned import runner_of, untraceable
-from .region_trace import run_body, run_traced
+from ..planned import runner_of, untraceable
+from .trace import run_body, run_traced
 
 if TYPE_CHECKING:
     from .region import RegionOptions

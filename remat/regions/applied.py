@@ -22,7 +22,7 @@ from torch import nn
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.module_path import matches
 from remat.passes.shared.policy import Policy
-from remat.region import checkpoint_region, region_of_module, remove_region
+from remat.regions.region import checkpoint_region, region_of_module, remove_region
 
 Target = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
