@@ -45,10 +45,10 @@ import torch._dynamo
 from torch._guards import TracingContext, tracing
 
 import remat
-from remat import partition_fn
 from remat.backend import remat as backend
-from remat.collecting import collected
-from remat.partition_fn import Partitioner
+from remat.compiled import partitioner as partition_fn
+from remat.compiled.collecting import collected
+from remat.compiled.partitioner import Partitioner
 from remat.report.counting import activation_peak
 
 MODELS = ("llama", "bert", "t5", "mixtral")

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 import zoo
 
 import remat
-from remat import calibration
-from remat.calibration import measured_seconds
+from remat.compiled import calibration
+from remat.compiled.calibration import measured_seconds
 from remat.passes.prices.cost import Roofline
 from remat.passes.prices.op_call import OpCall
 

@@ -23,8 +23,8 @@ from .regions.region import checkpoint_region, is_recomputing
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .compiled.partitioner import partitioner
     from .frontier import pareto
-    from .partition_fn import partitioner
     from .report import Report, explain, observe
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load what needs the compilers when it is first used: they take longer to import than torch itself."""
     if name == "partitioner":
-        from .partition_fn import partitioner
+        from .compiled.partitioner import partitioner
 
         return partitioner
     if name == "pareto":

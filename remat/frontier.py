@@ -20,10 +20,10 @@ from typing import Any
 import torch.fx as fx
 
 from .asked import check_call
-from .capture import Captured, Split, capture
 from .chart import Mark, Series, chart
-from .options import Options
-from .partition_fn import Partitioner
+from .compiled.capture import Captured, Split, capture
+from .compiled.options import Options
+from .compiled.partitioner import Partitioner
 from .passes.budgets.budget import Budget
 from .passes.budgets.pick import Picked, write_plan
 from .passes.budgets.regions import Found, choose_within_shares

@@ -15,7 +15,7 @@ import torch._functorch.config
 import torch._inductor.config
 from ranks import four_ranks, two_ranks  # noqa: F401 (fixtures)
 
-from remat import calibration
+from remat.compiled import calibration
 from remat.passes.prices.cost import Machine
 
 with warnings.catch_warnings():

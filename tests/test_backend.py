@@ -21,7 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import remat
-from remat.options import Options
+from remat.compiled.options import Options
 from remat.passes.shared.errors import OptionError
 
 

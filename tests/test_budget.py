@@ -17,8 +17,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.memory_budget import parse_budget
-from remat.options import Options
+from remat.compiled.budget_text import parse_budget
+from remat.compiled.options import Options
 from remat.passes.budgets.budget import Budget, alive_lines
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import calibration
+from remat.compiled import calibration
 from remat.passes.prices.cost import Machine
 
 _machines = calibration.machines  # before other tests are given a machine of their own

@@ -7,8 +7,8 @@ import torch
 from joints import capture, named
 from torch.utils.flop_counter import flop_registry
 
-from remat import calibration
-from remat.calibration import Profile
+from remat.compiled import calibration
+from remat.compiled.calibration import Profile
 from remat.passes.prices.cost import (
     ATTENTION_ARITHMETIC,
     SLOW_PASSES,

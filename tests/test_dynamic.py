@@ -11,7 +11,7 @@ from dynamic_programs import PROGRAMS, Program, batch, data_dependence_captured,
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.collecting import collected
+from remat.compiled.collecting import collected
 from remat.passes.shared.errors import InfeasibleBudget, OptionError
 
 SIZES = (12, 7, 30)

@@ -218,7 +218,7 @@ class remat_compilations:
     """Notes every graph that remat splits."""
 
     def __enter__(self) -> list[Any]:
-        from remat.partition_fn import Partitioner
+        from remat.compiled.partitioner import Partitioner
 
         self._call, found = Partitioner.__call__, []
 
@@ -230,7 +230,7 @@ class remat_compilations:
         return found
 
     def __exit__(self, *_: object) -> None:
-        from remat.partition_fn import Partitioner
+        from remat.compiled.partitioner import Partitioner
 
         Partitioner.__call__ = self._call  # type: ignore[method-assign]
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
-from remat import backend, partition_fn
+from remat import backend
+from remat.compiled import partitioner as partition_fn
 from remat.passes import pipeline as partition
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor.describe import describe_kernels

@@ -22,8 +22,8 @@ import remat
 from remat import frontier
 from remat.chart import WIDTH, Mark, Series, chart, ticks
 from remat.cli import main
+from remat.compiled.options import Options
 from remat.frontier import FORMAT, Pareto, ladder, undominated
-from remat.options import Options
 from remat.passes.plans.plan import Plan
 from remat.passes.shared.readable import duration
 from remat.report.stored import SCHEMA

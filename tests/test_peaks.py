@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import remat
-from remat.collecting import collected
+from remat.compiled.collecting import collected
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.peaks import peak_terms
 from remat.passes.memory.schedule import Schedule, schedule_backward

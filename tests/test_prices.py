@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import remat
-from remat.calibration import Profile
-from remat.collecting import collected
+from remat.compiled.calibration import Profile
+from remat.compiled.collecting import collected
 from remat.passes.prices.cost import Callback, CostModel, Flops, Machine, Roofline, price
 from remat.passes.prices.op_call import UNKNOWN_USE, call_of
 from remat.passes.ranges.price_expressions import Price, Prices, general_prices, total_of, total_text

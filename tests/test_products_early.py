@@ -74,7 +74,7 @@ def test_gradient_of_scores_is_not_held_to_the_end_of_backward(monkeypatch: pyte
         torch._dynamo.reset()
         seen: list[Any] = []
         with monkeypatch.context() as patch:
-            patch.setattr("remat.partition_fn.Partitioner.check", lambda _, half: seen.append(_orders(half)))
+            patch.setattr("remat.compiled.partitioner.Partitioner.check", lambda _, half: seen.append(_orders(half)))
             compiled = torch.compile(model, backend="remat", options={"memory_budget": 0.9})
             model.zero_grad()
             compiled(tokens).backward()

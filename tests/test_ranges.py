@@ -21,7 +21,7 @@ from torch import nn
 
 import remat
 from remat.cli import main
-from remat.collecting import collected
+from remat.compiled.collecting import collected
 from remat.passes.budgets.budget import Budget
 from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import Simulator

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import remat
-from remat import calibration
-from remat.options import Options
-from remat.partition_fn import Partitioner
+from remat.compiled import calibration
+from remat.compiled.options import Options
+from remat.compiled.partitioner import Partitioner
+from remat.compiled.ranks import Job, current_job
 from remat.passes.prices.cost import Machine
-from remat.ranks import Job, current_job
 
 
 def price_by_rank(call):

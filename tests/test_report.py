@@ -22,8 +22,8 @@ from reported import Plain, nested_report, nested_report_once
 from torch import nn
 
 import remat
-from remat.capture import capture
-from remat.partition_fn import partitioner
+from remat.compiled.capture import capture
+from remat.compiled.partitioner import partitioner
 from remat.passes.budgets.pick import choose_plan
 from remat.passes.graph.constraints import Reason
 from remat.passes.pipeline import prepare, split

@@ -18,8 +18,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.collecting import collected
-from remat.options import Options
+from remat.compiled.collecting import collected
+from remat.compiled.options import Options
 from remat.passes.pipeline import Prepared, Request, choose, prepare
 from remat.passes.plans.plan import Action, Plan, RegionShare
 from remat.passes.prices.cost import Flops

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
+from remat.compiled.budgeted import Runner, runner_of
 from remat.eager import RegionSpec, Selective, is_recomputing
 from remat.eager.recompute.determinism import find_determinism_check
 from remat.passes.shared.policy import Policy, normalise_policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
-from remat.planned import Runner, runner_of
 from remat.regions.carrier import operator_of
 from remat.regions.marking import check_markable, check_options
 
@@ -62,7 +62,7 @@ class RegionOptions:
         """The bound on the region's share of the activation peak."""
         if self.memory_budget is None:
             return None
-        from remat.memory_budget import parse_budget  # leads to the planners, which most programs never need
+        from remat.compiled.budget_text import parse_budget  # leads to the planners, which most programs never need
 
         return parse_budget(self.memory_budget)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed
 
-from ..collecting import collect
+from ..compiled.collecting import collect
 from .model import GraphReport
 from .report import Report, versions
 

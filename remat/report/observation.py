@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..collecting import collected
+from ..compiled.collecting import collected
 from ..eager.selective.naming import watched_names
 from ..eager.selective.user_code import is_user_code
 from ..eager.types.execution import is_recomputing, local

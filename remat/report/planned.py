@@ -9,10 +9,10 @@ from typing import Any
 import torch.fx as fx
 
 from ..asked import check_call
-from ..capture import Captured, Split, capture
+from ..compiled.capture import Captured, Split, capture
+from ..compiled.options import Options
+from ..compiled.partitioner import Partitioner, paused_collector
 from ..frontier import Progress
-from ..options import Options
-from ..partition_fn import Partitioner, paused_collector
 from ..passes.pipeline import Request, choose, prepare, split
 from ..passes.ranges.validity import with_ranges
 from ..passes.shared.errors import RematError

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from ..passes.budgets.budget import FUSION_MARGIN
+from ..passes.budgets.pick import Chosen
+from ..passes.inductor.describe import describe_kernels
+from ..passes.inductor.kernels import Excess, Held, PeakExceeded, Promise
+from ..passes.pipeline import Prepared, Request, choose, prepare, split
+from ..passes.prices.cost import Callback, CostModel, Flops, Roofline
+from ..passes.ranges.ranges import take_for_granted
+from ..passes.ranges.validity import with_ranges
+from ..passes.shared.errors import OptionError
+from ..passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes
+from ..version import __version__
 from . import calibration
 from .collecting import is_collecting
 from .options import INNERS, Options
-from .passes.budgets.budget import FUSION_MARGIN
-from .passes.budgets.pick import Chosen
-from .passes.inductor.describe import describe_kernels
-from .passes.inductor.kernels import Excess, Held, PeakExceeded, Promise
-from .passes.pipeline import Prepared, Request, choose, prepare, split
-from .passes.prices.cost import Callback, CostModel, Flops, Roofline
-from .passes.ranges.ranges import take_for_granted
-from .passes.ranges.validity import with_ranges
-from .passes.shared.errors import OptionError
-from .passes.torch_private import CompiledHalf, CustomPartitionerFn, without_modes
 from .ranks import Job, agree, current_job, job_name, shared_machines
-from .version import __version__
 
 if TYPE_CHECKING:
-    from .report.model import GraphReport
+    from ..report.model import GraphReport
 
 
 class Partitioner(CustomPartitionerFn):
@@ -155,13 +155,13 @@ class Partitioner(CustomPartitionerFn):
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> GraphReport:
         """What is reported of a graph, before its halves are made."""
-        from .report.record import report_graph  # the report's own modules need this one
+        from ..report.record import report_graph  # the report's own modules need this one
 
         return report_graph(prepared, chosen)
 
     def publish(self) -> None:
         """Report what was planned, and is going to be run."""
-        from .report.dumped import publish
+        from ..report.dumped import publish
 
         while self._planned:
             publish(self._planned.pop(0), folder=self.options.dump, logs=self.options.logs)
@@ -263,10 +263,10 @@ def _asked(options: Options) -> str:
 @cache
 def source_digest() -> str:
     """A digest of remat's own code, so that a changed installation never hits an old entry."""
-    from . import passes
+    from .. import passes
 
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, *(Path(p) for p in passes.__path__)):
+    for folder in (Path(__file__).parent.parent, *(Path(p).resolve() for p in passes.__path__)):
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -11,13 +11,13 @@ from typing import Any, get_origin
 
 import torch.fx as fx
 
-from .frontier_file import no_frontier
-from .memory_budget import parse_budget
-from .passes.budgets.budget import Budget
-from .passes.plans.plan import Plan, plans_from_json
-from .passes.prices.op_call import OpCall
-from .passes.shared.errors import OptionError
-from .passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
+from ..frontier_file import no_frontier
+from ..passes.budgets.budget import Budget
+from ..passes.plans.plan import Plan, plans_from_json
+from ..passes.prices.op_call import OpCall
+from ..passes.shared.errors import OptionError
+from ..passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
+from .budget_text import parse_budget
 
 Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 CostFunction = Callable[[OpCall], float]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .eager import is_in_region, run_region
-from .passes.shared.errors import InfeasibleBudget, RematError, causes_of
-from .passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
+from ..eager import is_in_region, run_region
+from ..passes.shared.errors import InfeasibleBudget, RematError, causes_of
+from ..passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
 
 if TYPE_CHECKING:
-    from .regions.region import RegionOptions
+    from ..regions.region import RegionOptions
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Calls a function with arguments as a region."""
@@ -87,8 +87,8 @@ def _described(leaf: Any) -> Any:
 
 def _compile(region: RegionOptions, overwrites: bool) -> Callable[..., Any]:
     """Make a callable that plans the region when it is first called."""
+    from ..regions.carrier import operator_of
     from .backend import op_by_op
-    from .regions.carrier import operator_of
 
     not_compiled = (
         f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and a plan a trace by "
@@ -155,7 +155,7 @@ def _explained(region: RegionOptions, error: Exception) -> RematError | None:
     """What went wrong in terms of the region; None for errors that are the program's own."""
     own = next((cause for cause in causes_of(error) if isinstance(cause, RematError)), None)
     if isinstance(own, InfeasibleBudget):
-        from .passes.budgets.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
+        from ..passes.budgets.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
 
         advice = f'leave the region to torch.compile(..., backend="remat"), whose option {LOWEST_PLAN_OPTION}'
         return InfeasibleBudget(

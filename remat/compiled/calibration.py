@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from .passes.prices.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
-from .passes.prices.op_call import OpCall, TensorSpec
-from .passes.shared.op_facts import Kind
-from .passes.torch_private import without_modes
+from ..passes.prices.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
+from ..passes.prices.op_call import OpCall, TensorSpec
+from ..passes.shared.op_facts import Kind
+from ..passes.torch_private import without_modes
 
 
 def machines() -> dict[str, Machine]:

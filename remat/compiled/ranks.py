@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .passes.budgets.pick import Chosen
-from .passes.graph.joint_graph import describe_graph
-from .passes.pipeline import Prepared
-from .passes.plans.plan import Decision, Plan
-from .passes.plans.stored import schedule_from
-from .passes.prices.cost import Machine
-from .passes.shared.errors import RankMismatch
-from .passes.torch_private import default_store
+from ..passes.budgets.pick import Chosen
+from ..passes.graph.joint_graph import describe_graph
+from ..passes.pipeline import Prepared
+from ..passes.plans.plan import Decision, Plan
+from ..passes.plans.stored import schedule_from
+from ..passes.prices.cost import Machine
+from ..passes.shared.errors import RankMismatch
+from ..passes.torch_private import default_store
 
 WAIT = timedelta(seconds=60)
 """How long the plan of another rank may take to arrive, once that rank has said that it is there."""
