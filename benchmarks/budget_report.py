@@ -9,7 +9,7 @@ from pathlib import Path
 
 from measure import geometric_mean
 
-from remat.chart import Mark, Series, chart
+from remat.report.forms.chart import Mark, Series, chart
 
 MIB = 2**20
 

@@ -49,7 +49,7 @@ from remat.backend import remat as backend
 from remat.compiled import partitioner as partition_fn
 from remat.compiled.collecting import collected
 from remat.compiled.partitioner import Partitioner
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 MODELS = ("llama", "bert", "t5", "mixtral")
 SHORTEST, LONGEST, NUM_BATCHES = 16, 1024, 200

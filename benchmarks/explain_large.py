@@ -13,7 +13,7 @@ import torch
 from zoo import _require
 
 import remat
-from remat.spec import placed
+from remat.cli.spec import placed
 
 
 def llama(layers: int, width: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> torch.nn.Module:

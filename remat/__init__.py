@@ -24,8 +24,8 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .compiled.partitioner import partitioner
-    from .frontier import pareto
     from .report import Report, explain, observe
+    from .report.frontier.frontier import pareto
 
 __all__ = [
     "Action",
@@ -37,6 +37,7 @@ __all__ = [
     "OffloadError",
     "OpCall",
     "OptionError",
+    "Pareto",
     "Plan",
     "PlanMismatch",
     "RankMismatch",
@@ -67,10 +68,10 @@ def __getattr__(name: str) -> Any:
         from .compiled.partitioner import partitioner
 
         return partitioner
-    if name == "pareto":
-        from .frontier import pareto
+    if name in ("pareto", "Pareto"):
+        from .report.frontier import frontier
 
-        return pareto
+        return getattr(frontier, name)
     if name in ("explain", "observe", "Report"):
         from . import report
 

@@ -12,7 +12,7 @@ from torch import nn
 import remat
 from remat.passes.graph.constraints import Reason
 from remat.passes.plans.plan import Plan, PredictedPeak
-from remat.report.model import Alive, GraphReport, NodeRow, Timeline
+from remat.report.data.model import Alive, GraphReport, NodeRow, Timeline
 
 
 def save_attn_out(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

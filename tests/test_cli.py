@@ -14,9 +14,9 @@ import torch
 from reported import Plain
 
 import remat
-from remat.cli import DIFFERENT, OK, WRONG_USAGE, main
-from remat.report.stored import SCHEMA
-from remat.spec import load, make_inputs
+from remat.cli.main import DIFFERENT, OK, WRONG_USAGE, main
+from remat.cli.spec import load, make_inputs
+from remat.report.data.stored import SCHEMA
 
 PROGRAM = """
 import torch

@@ -17,7 +17,7 @@ import remat
 from remat.passes.pipeline import Request, partition
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.dropout import take_dropout_apart
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 aten = torch.ops.aten
 

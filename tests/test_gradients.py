@@ -14,7 +14,7 @@ import remat
 from remat.passes.pipeline import Request, prepare
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 Step = Callable[[], torch.Tensor]
 aten = torch.ops.aten

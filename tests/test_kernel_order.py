@@ -16,7 +16,7 @@ from torch import nn
 import remat
 from remat import backend
 from remat.passes.inductor.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
-from remat.report.counting import activation_peak, clear_gradients
+from remat.report.observe.counting import activation_peak, clear_gradients
 
 
 def ranks(*numbers: int) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import Squeezer
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
-from remat.report.counting import activation_peak, clear_gradients
+from remat.report.observe.counting import activation_peak, clear_gradients
 
 
 def kernel(name: str, made: Mapping[str, int], *read: str, over: str = "", is_loop: bool = True) -> Kernel:

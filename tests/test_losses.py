@@ -14,7 +14,7 @@ from torch import nn
 import remat
 from remat.passes.pipeline import Request, partition
 from remat.passes.prices.cost import Roofline
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOSSES = [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss]

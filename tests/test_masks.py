@@ -14,7 +14,7 @@ from torch import nn
 from remat.passes.inductor import masks
 from remat.passes.pipeline import Partitioned, Request, partition
 from remat.passes.prices.cost import Roofline
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 
 def split(function: Callable[..., Any], *args: torch.Tensor, fuses: bool = True) -> Partitioned:

@@ -23,7 +23,7 @@ from remat.passes.pipeline import Partitioned, Request, partition
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.verify import verify_memory
-from remat.report.counting import activation_peak, clear_gradients
+from remat.report.observe.counting import activation_peak, clear_gradients
 
 aten = torch.ops.aten
 FREE = Callback(function=lambda call: 0.0)

@@ -47,7 +47,12 @@ def test_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {path.relative_to(ROOT).as_posix() for path in USER_SIDE}
     expected |= {f"remat/{path.relative_to(ROOT).as_posix()}" for path in PASSES}
-    data = {"remat/py.typed", *(f"remat/report/{name}" for name in ("schema.json", "page.css", "page.js"))}
+    data = {
+        "remat/py.typed",
+        "remat/report/data/schema.json",
+        "remat/report/forms/page.css",
+        "remat/report/forms/page.js",
+    }
     assert expected | data <= names
 
 

@@ -19,14 +19,13 @@ from measure import activation_peak
 from torch import nn
 
 import remat
-from remat import frontier
-from remat.chart import WIDTH, Mark, Series, chart, ticks
-from remat.cli import main
+from remat.cli.main import main
 from remat.compiled.options import Options
-from remat.frontier import FORMAT, Pareto, ladder, undominated
 from remat.passes.plans.plan import Plan
 from remat.passes.shared.readable import duration
-from remat.report.stored import SCHEMA
+from remat.report.data.stored import SCHEMA
+from remat.report.forms.chart import WIDTH, Mark, Series, chart, ticks
+from remat.report.frontier.frontier import FORMAT, Pareto, ladder, undominated
 
 
 class Chain(nn.Module):
@@ -344,10 +343,8 @@ def test_frontier_that_is_taken_for_a_plan_says_how_to_take_one_from_it(
     for command in (("show", file), ("diff", file, file)):
         assert main([str(part) for part in command]) == 2
         assert "this is a frontier" in capsys.readouterr().err
-    (advice,) = re.findall(r"remat\.frontier\.\S+ *\S+\.plan\.save\([^)]*\)", str(caught.value))
-    exec(
-        advice.replace('"plan.json"', repr(str(tmp_path / "plan.json"))), {"remat": SimpleNamespace(frontier=frontier)}
-    )
+    (advice,) = re.findall(r"remat\.Pareto\.\S+ *\S+\.plan\.save\([^)]*\)", str(caught.value))
+    exec(advice.replace('"plan.json"', repr(str(tmp_path / "plan.json"))), {"remat": SimpleNamespace(Pareto=Pareto)})
     assert Plan.load(tmp_path / "plan.json") == chain_frontier().points[0].plan
 
 

@@ -27,7 +27,7 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.expressions import evaluate
 from remat.passes.sizes.symbols import Sizes
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 
 def symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:

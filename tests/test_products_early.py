@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.passes import pipeline as partition
 from remat.passes.inductor.fusion import MOMENT_TAG, Moment, keep_products_early
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 ATEN = torch.ops.aten
 

@@ -20,7 +20,7 @@ from joints import Joint, capture
 from torch import nn
 
 import remat
-from remat.cli import main
+from remat.cli.main import main
 from remat.compiled.collecting import collected
 from remat.passes.budgets.budget import Budget
 from remat.passes.budgets.pick import Chosen
@@ -35,7 +35,7 @@ from remat.passes.search.ladder import NUM_CUTS
 from remat.passes.search.planner import Planner
 from remat.passes.shared.readable import size
 from remat.passes.sizes.expressions import is_true, rounded
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")
 

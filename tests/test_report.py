@@ -27,9 +27,9 @@ from remat.compiled.partitioner import partitioner
 from remat.passes.budgets.pick import choose_plan
 from remat.passes.graph.constraints import Reason
 from remat.passes.pipeline import prepare, split
-from remat.report.model import GraphReport, short_source, size
-from remat.report.record import report_graph
-from remat.report.stored import SCHEMA
+from remat.report.data.model import GraphReport, short_source, size
+from remat.report.data.record import report_graph
+from remat.report.data.stored import SCHEMA
 
 Golden = Callable[[str, str], None]
 ROOT = Path(__file__).resolve().parent.parent

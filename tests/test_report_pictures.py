@@ -14,7 +14,7 @@ from browser import CHROMIUM, Page, browser
 from reported import HOSTILE, hostile_report, nested_report_once
 
 import remat
-from remat.report.groups import MAX_BOXES, arrows_of, boxes_of
+from remat.report.data.groups import MAX_BOXES, arrows_of, boxes_of
 
 NUM_MANY = 10_000
 FORMS = (".txt", ".json", ".dot", ".svg", ".html")

@@ -13,7 +13,7 @@ from remat.passes import pipeline as partition
 from remat.passes.inductor import fusion
 from remat.passes.inductor.fusion import write_once
 from remat.passes.torch_private import REALIZE_TAG
-from remat.report.counting import activation_peak
+from remat.report.observe.counting import activation_peak
 
 
 def written(function: Any, *args: torch.Tensor) -> list[str]:

@@ -33,7 +33,7 @@ from .options import INNERS, Options
 from .ranks import Job, agree, current_job, job_name, shared_machines
 
 if TYPE_CHECKING:
-    from ..report.model import GraphReport
+    from ..report.data.model import GraphReport
 
 
 class Partitioner(CustomPartitionerFn):
@@ -155,13 +155,13 @@ class Partitioner(CustomPartitionerFn):
 
     def _report(self, prepared: Prepared, chosen: Chosen) -> GraphReport:
         """What is reported of a graph, before its halves are made."""
-        from ..report.record import report_graph  # the report's own modules need this one
+        from ..report.data.record import report_graph  # the report's own modules need this one
 
         return report_graph(prepared, chosen)
 
     def publish(self) -> None:
         """Report what was planned, and is going to be run."""
-        from ..report.dumped import publish
+        from ..report.data.dumped import publish
 
         while self._planned:
             publish(self._planned.pop(0), folder=self.options.dump, logs=self.options.logs)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..asked import check_call
+from ..cli.asked import check_call
 from ..compiled.capture import Captured, Split, capture
 from ..compiled.options import Options
 from ..compiled.partitioner import Partitioner, paused_collector
-from ..frontier import Progress
 from ..passes.pipeline import Request, choose, prepare, split
 from ..passes.ranges.validity import with_ranges
 from ..passes.shared.errors import RematError
-from .model import GraphReport
-from .record import report_graph
+from .data.model import GraphReport
+from .data.record import report_graph
+from .frontier.frontier import Progress
 from .report import Report, versions
 
 

@@ -14,11 +14,11 @@ import torch.fx as fx
 from ..passes.plans.plan import Plan
 from ..passes.shared.files import form_of, parsed_file
 from ..version import __version__
-from .model import GraphReport
-from .why import Why, why
+from .data.model import GraphReport
+from .forms.why import Why, why
 
 if TYPE_CHECKING:
-    from ..frontier import Pareto
+    from .frontier.frontier import Pareto
 
 
 FORMS = (".txt", ".json", ".dot", ".svg", ".html")
@@ -51,31 +51,31 @@ class Report:
         return why(self.graphs, value.name if isinstance(value, fx.Node) else value)
 
     def __str__(self) -> str:
-        from .text import summary
+        from .forms.text import summary
 
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from .html import notebook_cell
+        from .forms.html import notebook_cell
 
         return notebook_cell(self)
 
     def to_text(self) -> str:
         """The summary, then every graph line by line with its decisions."""
-        from .text import dump
+        from .forms.text import dump
 
         return dump(self)
 
     def to_json(self) -> str:
         """Everything, in the form that the package's schema.json describes."""
-        from .stored import to_json
+        from .data.stored import to_json
 
         return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Report:
         """Read what `to_json` wrote."""
-        from .stored import from_json
+        from .data.stored import from_json
 
         return from_json(text)
 
@@ -86,19 +86,19 @@ class Report:
 
     def to_dot(self) -> str:
         """Forward and backward in Graphviz's language."""
-        from .dot import dot
+        from .forms.dot import dot
 
         return dot(self)
 
     def to_svg(self) -> str:
         """Forward and backward as a picture."""
-        from .svg import svg
+        from .forms.svg import svg
 
         return svg(self)
 
     def to_html(self) -> str:
         """One page with all of it, that needs nothing but a browser."""
-        from .html import page
+        from .forms.html import page
 
         return page(self)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from ..data.groups import Arrow, Box, arrows_of, boxes_of
+from ..data.model import GraphReport, printable, size
 from .dot import line_width
-from .groups import Arrow, Box, arrows_of, boxes_of
-from .model import GraphReport, printable, size
 
 if TYPE_CHECKING:
-    from .report import Report
+    from ..report import Report
 
 ROW, BOX_WIDTH, BOX_HEIGHT = 28, 330, 22
 LEFT, GAP, TOP = 120, 240, 64

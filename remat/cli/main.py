@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from .frontier_file import no_frontier
-from .passes.shared.errors import InfeasibleBudget, OptionError, RematError
-from .passes.shared.files import form_of, parsed_file
+from ..passes.shared.errors import InfeasibleBudget, OptionError, RematError
+from ..passes.shared.files import form_of, parsed_file
+from ..report.frontier.file import no_frontier
+from ..version import __version__
 from .program_error import in_one_line, wants_traceback
-from .version import __version__
 
 OK, DIFFERENT, WRONG_USAGE = 0, 1, 2
 
@@ -202,9 +202,9 @@ def _add_pareto(commands: Any) -> None:
 
 
 def _explain(asked: argparse.Namespace) -> int:
-    from .frontier import pareto
-    from .report import explain
-    from .report.report import FORMS
+    from ..report import explain
+    from ..report.frontier.frontier import pareto
+    from ..report.report import FORMS
 
     _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model}
@@ -259,9 +259,9 @@ def _hand_over(report: Any, asked: argparse.Namespace, why: Any, *, full: bool =
 
 
 def _show(asked: argparse.Namespace) -> int:
-    from .passes.plans.plan import Plan
-    from .report import Report
-    from .report.report import FORMS
+    from ..passes.plans.plan import Plan
+    from ..report import Report
+    from ..report.report import FORMS
 
     _check_output(asked, FORMS)
     text = parsed_file(asked.file, lambda text: no_frontier(text, asked.file))
@@ -279,8 +279,8 @@ def _show(asked: argparse.Namespace) -> int:
 
 def _show_at(asked: argparse.Namespace) -> int:
     """Show the plans of a file at other sizes."""
-    from .passes.plans.sizes import plans_at
-    from .report.diff import load_plans
+    from ..passes.plans.sizes import plans_at
+    from ..report.forms.diff import load_plans
 
     if asked.why or asked.full or asked.output:
         raise OptionError("--set shows plans at other sizes; --why, --full and -o are for the sizes of the example")
@@ -310,7 +310,7 @@ def _is_report(text: str) -> bool:
 
 
 def _diff(asked: argparse.Namespace) -> int:
-    from .report.diff import compare, load_plans
+    from ..report.forms.diff import compare, load_plans
 
     found = compare(load_plans(asked.before), load_plans(asked.after))
     print(found.to_json() if asked.json else found)
@@ -318,7 +318,7 @@ def _diff(asked: argparse.Namespace) -> int:
 
 
 def _pareto(asked: argparse.Namespace) -> int:
-    from .frontier import FORMS, pareto
+    from ..report.frontier.frontier import FORMS, pareto
 
     _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model, "num_budgets": asked.num_budgets}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed
 
-from ..compiled.collecting import collect
+from ...compiled.collecting import collect
+from ..report import Report, versions
 from .model import GraphReport
-from .report import Report, versions
 
 _numbers = itertools.count()
 

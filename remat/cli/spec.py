@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .passes.shared.errors import OptionError
-from .passes.torch_private import fake_mode
+from ..passes.shared.errors import OptionError
+from ..passes.torch_private import fake_mode
 
 DTYPES = {
     "f64": torch.float64,

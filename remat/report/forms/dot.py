@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .groups import Arrow, Box, arrows_of, boxes_of
-from .model import GraphReport, printable, size
+from ..data.groups import Arrow, Box, arrows_of, boxes_of
+from ..data.model import GraphReport, printable, size
 
 if TYPE_CHECKING:
-    from .report import Report
+    from ..report import Report
 
 COLOURS = {"saved": "#9ec5fe", "recomputed": "#ffd59e", "offloaded": "#d0b3ff", "": "#eeeeee"}
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..passes.plans.plan import Decision
-from ..passes.plans.sizes import general_text, size_lines
-from .model import GraphReport, NodeRow, duration, printable, short_source, size
+from ...passes.plans.plan import Decision
+from ...passes.plans.sizes import general_text, size_lines
+from ..data.model import GraphReport, NodeRow, duration, printable, short_source, size
 
 if TYPE_CHECKING:
-    from .report import Report
+    from ..report import Report
 
 NUM_LARGEST = 10
 WIDTH = 100

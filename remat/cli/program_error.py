@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .passes.shared.errors import RematError, causes_of
-from .passes.shared.source import source_line
+from ..passes.shared.errors import RematError, causes_of
+from ..passes.shared.source import source_line
 
 DEBUG = "REMAT_DEBUG"
 """An environment variable: with it, errors come with their traceback."""

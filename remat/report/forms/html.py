@@ -16,12 +16,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..passes.plans.sizes import general_text, size_lines
-from .model import GraphReport, printable
+from ...passes.plans.sizes import general_text, size_lines
+from ..data.model import GraphReport, printable
 from .svg import svg
 
 if TYPE_CHECKING:
-    from .report import Report
+    from ..report import Report
 
 KINDS = ("saved", "recomputed", "other")
 """What memory is there for, in the order in which the timeline stacks it."""

@@ -11,7 +11,7 @@ def no_frontier(text: str, path: str | os.PathLike[str]) -> str:
     if _is_frontier(text):
         raise ValueError(
             "this is a frontier that `pareto` wrote, not a plan: each of its points has a plan. Take one by "
-            f'remat.frontier.Pareto.load({os.fspath(path)!r}).points[0].plan.save("plan.json"); points begin with the '
+            f'remat.Pareto.load({os.fspath(path)!r}).points[0].plan.save("plan.json"); points begin with the '
             "fastest"
         )
     return text

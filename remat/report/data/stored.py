@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..frontier import Pareto
-from ..passes.plans.plan import Plan
+from ...passes.plans.plan import Plan
+from ..frontier.frontier import Pareto
+from ..report import Report
 from .model import Alive, GraphReport, NodeRow, Timeline
-from .report import Report
 
 FORMAT = 1
 """Version of the JSON form; a reader refuses what it does not know."""

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..passes.plans.keeping import Runs
-from ..passes.plans.plan import Action, Decision, Plan
-from ..passes.shared.readable import duration as duration
-from ..passes.shared.readable import size as size
+from ...passes.plans.keeping import Runs
+from ...passes.plans.plan import Action, Decision, Plan
+from ...passes.shared.readable import duration as duration
+from ...passes.shared.readable import size as size
 
 FORWARD_ROLES = ("FORWARD", "EITHER")
 """Roles of nodes whose results may be kept or recomputed."""

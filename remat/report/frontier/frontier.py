@@ -19,25 +19,25 @@ from typing import Any
 
 import torch.fx as fx
 
-from .asked import check_call
-from .chart import Mark, Series, chart
-from .compiled.capture import Captured, Split, capture
-from .compiled.options import Options
-from .compiled.partitioner import Partitioner
-from .passes.budgets.budget import Budget
-from .passes.budgets.pick import Picked, write_plan
-from .passes.budgets.regions import Found, choose_within_shares
-from .passes.memory.shares import Shares
-from .passes.memory.storage import Storages
-from .passes.pipeline import Request, prepare, split
-from .passes.plans.plan import Plan, RegionShare
-from .passes.prices.cost import TICKS_PER_SECOND
-from .passes.search.planner import Offer, Planner
-from .passes.search.problem import FlowProblem
-from .passes.shared.errors import OptionError, RematError
-from .passes.shared.files import form_of, parsed_file
-from .passes.shared.readable import duration, size, size_unit, time_unit
-from .passes.write.verify import verify_schedule
+from ...cli.asked import check_call
+from ...compiled.capture import Captured, Split, capture
+from ...compiled.options import Options
+from ...compiled.partitioner import Partitioner
+from ...passes.budgets.budget import Budget
+from ...passes.budgets.pick import Picked, write_plan
+from ...passes.budgets.regions import Found, choose_within_shares
+from ...passes.memory.shares import Shares
+from ...passes.memory.storage import Storages
+from ...passes.pipeline import Request, prepare, split
+from ...passes.plans.plan import Plan, RegionShare
+from ...passes.prices.cost import TICKS_PER_SECOND
+from ...passes.search.planner import Offer, Planner
+from ...passes.search.problem import FlowProblem
+from ...passes.shared.errors import OptionError, RematError
+from ...passes.shared.files import form_of, parsed_file
+from ...passes.shared.readable import duration, size, size_unit, time_unit
+from ...passes.write.verify import verify_schedule
+from ..forms.chart import Mark, Series, chart
 
 FORMAT = 1
 """Version of the JSON form."""

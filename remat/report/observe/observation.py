@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from ..compiled.collecting import collected
-from ..eager.selective.naming import watched_names
-from ..eager.selective.user_code import is_user_code
-from ..eager.types.execution import is_recomputing, local
-from ..passes.plans.plan import Plan
-from ..passes.shared.errors import OptionError
+from ...compiled.collecting import collected
+from ...eager.selective.naming import watched_names
+from ...eager.selective.user_code import is_user_code
+from ...eager.types.execution import is_recomputing, local
+from ...passes.plans.plan import Plan
+from ...passes.shared.errors import OptionError
+from ..data.model import GraphReport, NodeRow, printable, short_source, size
+from ..report import Report
 from .counting import (
     MemoryEvent,
     MemoryLog,
@@ -33,8 +35,6 @@ from .counting import (
     summarise,
 )
 from .generated import buffer_of, buffers_marked
-from .model import GraphReport, NodeRow, printable, short_source, size
-from .report import Report
 
 NUM_SHOWN = 15
 """How many of the values alive at the peak are printed."""
