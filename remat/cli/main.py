@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from ..compiled.frontier_file import no_frontier
 from ..passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from ..passes.shared.files import form_of, parsed_file
-from ..report.frontier.file import no_frontier
 from ..version import __version__
 from .program_error import in_one_line, wants_traceback
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from ...compiled.frontier_file import no_frontier
 from ...passes.plans.plan import Action, Decision, Plan, plans_from_json
 from ...passes.shared.files import parsed_file
 from ..data.model import PAST, duration, printable, short_source, size
-from ..frontier.file import no_frontier
 
 NUM_SHOWN = 40
 """How many changes of a graph are printed."""
