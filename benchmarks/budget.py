@@ -40,8 +40,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each s
 import torch
 import torch._dynamo
 import torch._functorch.config
-import zoo
-from budget_report import (
+from default_plan import MAX_RELATIVE_DIFFERENCE
+from support import zoo
+from support.budget_report import (
     CHECKPOINT,
     EAGER,
     MINIMUM,
@@ -54,8 +55,7 @@ from budget_report import (
     with_times,
     write_plots,
 )
-from default_plan import MAX_RELATIVE_DIFFERENCE
-from measure import activation_peak, clear_gradients, interleaved_times
+from support.measure import activation_peak, clear_gradients, interleaved_times
 from torch.utils.checkpoint import checkpoint
 
 import remat

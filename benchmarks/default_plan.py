@@ -27,8 +27,8 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
 
 import torch
-import zoo
-from measure import activation_peak, clear_gradients, geometric_mean, interleaved_times
+from support import zoo
+from support.measure import activation_peak, clear_gradients, geometric_mean, interleaved_times
 
 STOCK, REMAT = "inductor", "remat"
 MIB = 2**20

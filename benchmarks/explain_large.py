@@ -10,7 +10,7 @@ import resource
 import time
 
 import torch
-from zoo import _require
+from support.zoo import _require
 
 import remat
 from remat.cli.spec import placed

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-import zoo
+from support import zoo
 
 import remat
 from remat.compiled import calibration

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.fx as fx
-from synthetic import synthetic_joint
+from support.synthetic import synthetic_joint
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn

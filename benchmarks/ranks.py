@@ -23,8 +23,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces it
 
 import torch
 import torch.distributed as dist
-import zoo
-from measure import interleaved_times, summarise
+from support import zoo
+from support.measure import interleaved_times, summarise
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint

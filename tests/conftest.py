@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
-from ranks import four_ranks, two_ranks  # noqa: F401 (fixtures)
+from support.rank_processes import four_ranks, two_ranks  # noqa: F401 (fixtures)
 
 from remat.compiled import calibration
 from remat.passes.prices.cost import Machine
