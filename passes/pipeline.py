@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .budgets.budget import Budget
-from .budgets.pick import Chosen, choose_plan
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
 from .inductor.fusion import keep_products_early, repeat_exponentials, write_once
 from .inductor.kernels import Held, held_between
 from .inductor.masks import keep_as_bytes
+from .memory.legal import verify_schedule
 from .memory.shares import Shares
 from .memory.simulate import simulate
-from .memory.storage import Storages, find_storages
+from .memory.storage import find_storages
 from .plans.plan import Plan
+from .plans.request import Prepared, Request
 from .plans.stored import apply_plan
-from .prices.cost import CostModel, price
+from .plans.write_plan import Chosen, choose_plan
+from .prices.cost import price
 from .ranges.ranges import byte_limits, choose_for_range
 from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
@@ -30,7 +30,7 @@ from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
 from .write.extract import extract
 from .write.offload import offload_values
-from .write.verify import verify_extracted, verify_memory, verify_schedule
+from .write.verify import verify_extracted, verify_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,39 +42,6 @@ class Partitioned:
     plan: Plan
     held: Held
     """What is in memory between the two, if a compiler's kernels are to be compared with a budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a plan is to be made for."""
-
-    cost_model: CostModel
-    budget: Budget | None = None
-    fuses: bool = False
-    """What will run the graphs fuses ops."""
-    overwrites: bool = False
-    """What will run the graphs runs ops that write to an input's memory as they stand."""
-    keeps_order: bool = False
-    """What will run the graphs keeps to the plan's order also where no budget counts on it."""
-    unbacked_hint: int | None = None
-    """What a size stands for that only the data tells, where nothing bounds it."""
-    take_minimum: bool = False
-    """Where a region's budget cannot be met, warn and take the lowest plan instead of raising an error."""
-    stored: Sequence[Plan] = ()
-    """Plans made earlier, one of which is to be applied; empty to plan afresh."""
-    key: str = ""
-    """Everything that the plan depends on beside its graph."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A joint graph with all that planning needs to know of it."""
-
-    problem: FlowProblem
-    storages: Storages
-    num_fwd_outputs: int
-    keeps_order: bool = False
-    """As in `Request`."""
 
 
 def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:

@@ -18,7 +18,7 @@ from ..search.planner import Offer, Planner
 from ..search.problem import FlowProblem
 from ..shared.errors import InfeasibleBudget
 from ..shared.readable import exact_size, size
-from ..shared.source import source_line
+from ..shared.source import source_line as source_line
 
 SMALLEST_BYTES = 1024
 """A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""
@@ -203,3 +203,12 @@ def _regions_text(paths: Sequence[str]) -> str:
 
 def _total(memories: Iterable[Memory]) -> int:
     return sum(memory.num_bytes for memory in memories)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionShare:
+    """What one call of a region with a budget has allocated at its worst moment."""
+
+    path: str
+    budget_bytes: int
+    predicted_bytes: int

@@ -9,12 +9,11 @@ from ..memory.schedule import Schedule
 from ..memory.shares import Limits, Shares
 from ..memory.simulate import simulate
 from ..memory.storage import Storages
-from ..plans.plan import RegionShare
 from ..search.planner import Offer, Planner
 from ..search.problem import FlowProblem
 from ..search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from ..shared.errors import InfeasibleBudget
-from .budget import Budget, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
+from .budget import Budget, RegionShare, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
 
 
 @dataclass(frozen=True, slots=True, eq=False)

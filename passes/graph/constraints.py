@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -375,3 +376,10 @@ def _written_in_place(graph: JointGraph) -> set[int]:
     """Intermediates that an op of the graph overwrites, with all their views."""
     bases = {j for i in _in_place_ops(graph) for j in written_arguments(graph, i)}
     return _aliases_of(graph, {j for j in bases if graph.roles[j] is not Role.INPUT})
+
+
+def is_offloaded(value: Any) -> bool:
+    """True for a value that a policy sends to host memory if it is kept at all."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or tensor_of(value) is None:
+        return False
+    return policy_of(value) in OFFLOADS

@@ -27,47 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph
-from ..memory.schedule import Schedule
+from ..memory.moments import COPY_TAG, MOMENT_TAG, Moment
 from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
 from ..torch_private import REALIZE_TAG
-
-COPY_TAG = "remat_copy_of"
-"""`node.meta` key of a recomputed copy: the name of the forward node that it repeats."""
-
-MOMENT_TAG = "remat_moment"
-"""`node.meta` key of backward's nodes: when the plan runs them."""
-
 
 _REDUCTIONS = FUSED_KINDS - INLINED_KINDS
 
 _ADD, _TIMES, _PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default
-
-
-class Moment(NamedTuple):
-    """When a node of backward runs."""
-
-    phase: int
-    """Between two points at which the plan forgets what it has recomputed."""
-    slot: int
-    """Between two ops that are kernels of their own."""
-
-
-def moments_of(graph: JointGraph, schedule: Schedule) -> list[Moment]:
-    """Per event of backward, when it runs."""
-    boundaries = frozenset(schedule.phases)
-    moments, phase, slot = [], 0, 0
-    for number, i in enumerate(schedule.events):
-        op = graph.facts[i]
-        phase += number in boundaries
-        slot += op is None or op.kind not in FUSED_KINDS
-        moments.append(Moment(phase, slot))
-    return moments
 
 
 def may_fuse(first: Sequence[fx.Node], second: Sequence[fx.Node], *, feed_each_other: bool) -> bool:

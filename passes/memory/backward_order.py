@@ -18,8 +18,8 @@ import torch.fx as fx
 
 from ..graph.constraints import split_closing_writes
 from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..prices.op_call import hint_of
 from ..shared.op_facts import Kind
+from ..sizes.tensor_specs import hint_of
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
 """What may stand between the op that finishes a gradient and the gradient: another type, and the same memory after."""

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from ..budgets.budget import RegionShare
 from ..graph.constraints import Reason
 from ..shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
 from ..shared.files import parsed_file, replace_file
@@ -101,15 +102,6 @@ class TimeExpressions:
     """What keeping values adds."""
     note: str = ""
     """What is not known, and why; empty if everything is."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionShare:
-    """What one call of a region with a budget has allocated at its worst moment."""
-
-    path: str
-    budget_bytes: int
-    predicted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..budgets.pick import Chosen
 from ..graph.constraints import Constraints
 from ..graph.joint_graph import JointGraph, describe_graph
 from ..graph.region_tag import region_of
@@ -20,6 +19,7 @@ from ..sizes.expressions import is_true, to_sympy
 from ..sizes.symbols import Sizes
 from .plan import Plan
 from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
+from .write_plan import Chosen
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}
 """What runs a plan, for messages."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from ..budgets.pick import decisions_of
 from ..graph.constraints import find_constraints
 from ..graph.joint_graph import FORWARD_SIDE, JointGraph
+from ..memory.legal import verify_schedule
 from ..memory.schedule import Schedule
 from ..memory.simulate import simulate
 from ..memory.storage import Storages, find_storages
@@ -19,8 +19,8 @@ from ..search.problem import FlowProblem
 from ..shared.errors import PlanMismatch, VerificationError
 from ..sizes.expressions import evaluate
 from ..sizes.symbols import Sizes
-from ..write.verify import verify_schedule
 from .plan import Action, Decision, Plan
+from .write_plan import decisions_of
 
 ESTIMATE = 1.5
 """By what factor the peak of a plan for inductor may differ from the one that it states: what is predicted for a

@@ -28,8 +28,9 @@ from ..shared.fingerprint import fingerprint
 from ..shared.op_facts import Kind
 from ..sizes.expressions import largest
 from ..sizes.symbols import Sizes
+from ..sizes.tensor_specs import TensorSpec
 from ..torch_private import without_modes
-from .op_call import UNKNOWN_USE, OpCall, SizesLike, TensorSpec, Use, call_of
+from .op_call import UNKNOWN_USE, OpCall, SizesLike, Use, call_of
 from .uses import find_uses
 
 LONGEST_SECONDS = 1e9

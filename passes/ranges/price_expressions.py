@@ -18,11 +18,12 @@ import torch.fx as fx
 from ..graph.joint_graph import JointGraph, Role, tensor_of
 from ..memory.schedule import Schedule
 from ..prices.cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
-from ..prices.op_call import UNKNOWN_USE, OpCall, TensorSpec, Use, call_of
+from ..prices.op_call import UNKNOWN_USE, OpCall, Use, call_of
 from ..search.problem import FlowProblem
 from ..shared.errors import RematError
 from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
 from ..sizes.symbols import Sizes
+from ..sizes.tensor_specs import TensorSpec
 from ..torch_private import expression_of
 from .polynomials import NotPolynomial
 

@@ -27,12 +27,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ..budgets.budget import Budget
-from ..budgets.pick import Chosen, Picked, pick, pick_from, write_plan
+from ..budgets.pick import Picked, pick, pick_from
 from ..memory.peaks import PeakTerms, peak_terms, sum_grows
 from ..memory.schedule import Schedule
 from ..memory.shares import Shares
 from ..memory.simulate import Memory, Simulation
 from ..memory.storage import Storages, storages_at
+from ..plans.write_plan import Chosen, write_plan
 from ..prices.cost import CostModel, price
 from ..search.planner import Offer, Planner, extra_ticks
 from ..search.problem import FlowProblem
@@ -44,7 +45,7 @@ from .ends import EndPlanner
 if TYPE_CHECKING:
     import sympy
 
-    from ..pipeline import Prepared, Request
+    from ..plans.request import Prepared, Request
 
 LARGEST_SIZE = 2**40
 """No size is larger: where a search for the end of a range stops."""

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..budgets.pick import Chosen
 from ..memory.peaks import PeakTerms, peak_terms, sum_grows
 from ..memory.schedule import Schedule
 from ..memory.shares import Shares
 from ..memory.simulate import simulate
 from ..plans.plan import SymbolRange
-from ..plans.times import find_prices, with_times
+from ..plans.write_plan import Chosen
 from ..search.planner import Planner, extra_ticks
 from ..search.problem import FlowProblem
 from ..sizes.symbols import Sizes
@@ -27,9 +26,10 @@ from .best_range import Bound, CutProof, Measured, PoolProof, TooLong, widest
 from .polynomials import Line, NotPolynomial
 from .price_expressions import Prices, schedule_total
 from .ranges import LARGEST_SIZE, Counts, byte_limits, largest_where, problem_at, region_counts
+from .times import find_prices, with_times
 
 if TYPE_CHECKING:
-    from ..pipeline import Prepared, Request
+    from ..plans.request import Prepared, Request
 
 FACTORS = (4, 16, 64)
 """A sampled range is looked at this far above and below the size that was planned for."""

@@ -18,8 +18,8 @@ from torch.fx.node import map_arg
 
 from ..graph.joint_graph import PARTITIONER_TAG, leaves, output_descriptors, tensor_of
 from ..graph.region_tag import views
-from ..prices.op_call import hint_of
 from ..shared.op_facts import facts_of
+from ..sizes.tensor_specs import hint_of
 from ..torch_private import GradAOTOutput, statically_at_least, statically_equal
 
 _aten = torch.ops.aten

@@ -19,8 +19,8 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import describe_value
-from ..prices.op_call import TensorSpec, spec_of
 from ..torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
+from .tensor_specs import TensorSpec, spec_of
 
 if TYPE_CHECKING:
     import sympy

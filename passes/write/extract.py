@@ -30,7 +30,7 @@ from ..graph.joint_graph import (
     output_descriptors,
 )
 from ..graph.overwrite import write_over
-from ..inductor.fusion import COPY_TAG, MOMENT_TAG, moments_of
+from ..memory.moments import COPY_TAG, MOMENT_TAG, moments_of
 from ..memory.schedule import Schedule
 from ..torch_private import (
     REALIZE_TAG,

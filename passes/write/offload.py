@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import PARTITIONER_TAG, tensor_of
-from ..graph.region_tag import policy_of, region_of
+from ..graph.constraints import is_offloaded
+from ..graph.joint_graph import PARTITIONER_TAG
+from ..graph.region_tag import region_of
 from ..shared.disk_op import to_disk_op
-from ..shared.policy import OFFLOADS
 
 _COPY = torch.ops.aten._to_copy.default
 _CLONE = torch.ops.aten.clone.default
@@ -38,13 +38,6 @@ def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_ou
         output.args = (tuple(values),)
         forward.recompile()
         backward.recompile()
-
-
-def is_offloaded(value: Any) -> bool:
-    """True for a value that a policy sends to host memory if it is kept at all."""
-    if not isinstance(value, fx.Node) or value.op != "call_function" or tensor_of(value) is None:
-        return False
-    return policy_of(value) in OFFLOADS
 
 
 def _copy_out(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -17,10 +17,11 @@ import torch
 import torch.fx as fx
 
 from ..passes.budgets.budget import FUSION_MARGIN
-from ..passes.budgets.pick import Chosen
 from ..passes.inductor.describe import describe_kernels
 from ..passes.inductor.kernels import Excess, Held, PeakExceeded, Promise
-from ..passes.pipeline import Prepared, Request, choose, prepare, split
+from ..passes.pipeline import choose, prepare, split
+from ..passes.plans.request import Prepared, Request
+from ..passes.plans.write_plan import Chosen
 from ..passes.prices.cost import Callback, CostModel, Flops, Roofline
 from ..passes.ranges.ranges import take_for_granted
 from ..passes.ranges.validity import with_ranges

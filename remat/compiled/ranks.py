@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..passes.budgets.pick import Chosen
 from ..passes.graph.joint_graph import describe_graph
-from ..passes.pipeline import Prepared
 from ..passes.plans.plan import Decision, Plan
+from ..passes.plans.request import Prepared
 from ..passes.plans.stored import schedule_from
+from ..passes.plans.write_plan import Chosen
 from ..passes.prices.cost import Machine
 from ..passes.shared.errors import RankMismatch
 from ..passes.torch_private import default_store

@@ -12,7 +12,8 @@ from ..cli.asked import check_call
 from ..compiled.capture import Captured, Split, capture
 from ..compiled.options import Options
 from ..compiled.partitioner import Partitioner, paused_collector
-from ..passes.pipeline import Request, choose, prepare, split
+from ..passes.pipeline import choose, prepare, split
+from ..passes.plans.request import Request
 from ..passes.ranges.validity import with_ranges
 from ..passes.shared.errors import RematError
 from .data.model import GraphReport

@@ -18,8 +18,9 @@ from support.harness import count_backward_ops
 from torch import nn
 
 import remat
+from remat.passes.budgets.budget import RegionShare
 from remat.passes.graph.constraints import Reason
-from remat.passes.plans.plan import Action, RegionShare
+from remat.passes.plans.plan import Action
 from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size

@@ -14,10 +14,10 @@ from support.joints import capture, named
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._prims.rng_prims import run_and_save_rng_state
 
+from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.schedule import schedule_backward
 from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.policy import PolicyError
-from remat.passes.write.verify import verify_schedule
 from remat.policies import recompute_all
 from remat.regions.region import checkpoint_region
 

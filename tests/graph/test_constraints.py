@@ -9,7 +9,8 @@ from support.joints import capture, named
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from remat.passes.graph.constraints import Constraint, Reason
-from remat.passes.pipeline import Request, partition
+from remat.passes.pipeline import partition
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import InfeasibleCut
 

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import remat
 from remat.passes.graph import overwrite
 from remat.passes.graph.overwrite import overwritable, overwritten_by, write_over
-from remat.passes.pipeline import Partitioned, Request, partition
+from remat.passes.pipeline import Partitioned, partition
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.verify import verify_memory

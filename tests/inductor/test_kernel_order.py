@@ -15,7 +15,8 @@ from torch import nn
 
 import remat
 from remat import backend
-from remat.passes.inductor.fusion import MOMENT_TAG, Moment, kernel_order, planned_order
+from remat.passes.inductor.fusion import kernel_order, planned_order
+from remat.passes.memory.moments import MOMENT_TAG, Moment
 from remat.report.observe.counting import activation_peak, clear_gradients
 
 

@@ -23,8 +23,9 @@ from remat.compiled import partitioner as partition_fn
 from remat.passes import pipeline as partition
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor.describe import describe_kernels
-from remat.passes.inductor.fusion import COPY_TAG, MOMENT_TAG, Moment, may_fuse, repeat_exponentials
+from remat.passes.inductor.fusion import may_fuse, repeat_exponentials
 from remat.passes.inductor.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.memory.moments import COPY_TAG, MOMENT_TAG, Moment
 from remat.passes.memory.simulate import Simulation
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price

@@ -12,7 +12,8 @@ from support.joints import capture
 from torch import nn
 
 from remat.passes.inductor import masks
-from remat.passes.pipeline import Partitioned, Request, partition
+from remat.passes.pipeline import Partitioned, partition
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.report.observe.counting import activation_peak
 

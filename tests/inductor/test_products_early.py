@@ -10,7 +10,8 @@ import torch.fx as fx
 from torch import nn
 
 from remat.passes import pipeline as partition
-from remat.passes.inductor.fusion import MOMENT_TAG, Moment, keep_products_early
+from remat.passes.inductor.fusion import keep_products_early
+from remat.passes.memory.moments import MOMENT_TAG, Moment
 from remat.report.observe.counting import activation_peak
 
 ATEN = torch.ops.aten

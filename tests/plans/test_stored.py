@@ -20,8 +20,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 import remat
 from remat.compiled.collecting import collected
 from remat.compiled.options import Options
-from remat.passes.pipeline import Prepared, Request, choose, prepare
-from remat.passes.plans.plan import Action, Plan, RegionShare
+from remat.passes.budgets.budget import RegionShare
+from remat.passes.pipeline import choose, prepare
+from remat.passes.plans.plan import Action, Plan
+from remat.passes.plans.request import Prepared, Request
 from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch
 

@@ -20,9 +20,10 @@ from remat.passes.prices.cost import (
     price,
     ticks,
 )
-from remat.passes.prices.op_call import OpCall, TensorSpec, call_of
+from remat.passes.prices.op_call import OpCall, call_of
 from remat.passes.shared.errors import OptionError, RematError
 from remat.passes.shared.op_facts import Kind
+from remat.passes.sizes.tensor_specs import TensorSpec
 
 
 def machine(flops: float = 1e9, num_bytes: float = 1e9) -> dict[str, Machine]:

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from remat.passes.budgets.budget import Budget
-from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
-from remat.passes.pipeline import Prepared, Request, choose, prepare
+from remat.passes.pipeline import choose, prepare
 from remat.passes.plans.plan import SymbolRange
+from remat.passes.plans.request import Prepared, Request
+from remat.passes.plans.write_plan import Chosen
 from remat.passes.prices.cost import Callback, Machine, Roofline
 from remat.passes.ranges import best_range, validity
 from remat.passes.ranges.best_range import CutProof

@@ -23,9 +23,10 @@ import remat
 from remat.cli.main import main
 from remat.compiled.collecting import collected
 from remat.passes.budgets.budget import Budget
-from remat.passes.budgets.pick import Chosen
 from remat.passes.memory.simulate import Simulator
-from remat.passes.pipeline import Prepared, Request, choose, prepare
+from remat.passes.pipeline import choose, prepare
+from remat.passes.plans.request import Prepared, Request
+from remat.passes.plans.write_plan import Chosen
 from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges.ranges import at_sizes
 from remat.passes.search import problem as flow

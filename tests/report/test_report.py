@@ -24,9 +24,9 @@ from torch import nn
 import remat
 from remat.compiled.capture import capture
 from remat.compiled.partitioner import partitioner
-from remat.passes.budgets.pick import choose_plan
 from remat.passes.graph.constraints import Reason
 from remat.passes.pipeline import prepare, split
+from remat.passes.plans.write_plan import choose_plan
 from remat.report.data.model import GraphReport, short_source, size
 from remat.report.data.record import report_graph
 from remat.report.data.stored import SCHEMA

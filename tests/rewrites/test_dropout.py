@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import remat
-from remat.passes.pipeline import Request, partition
+from remat.passes.pipeline import partition
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.dropout import take_dropout_apart
 from remat.report.observe.counting import activation_peak

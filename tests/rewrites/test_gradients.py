@@ -11,7 +11,8 @@ from support.joints import capture
 from torch import nn
 
 import remat
-from remat.passes.pipeline import Request, prepare
+from remat.passes.pipeline import prepare
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
 from remat.report.observe.counting import activation_peak

@@ -12,7 +12,8 @@ from support.joints import capture
 from torch import nn
 
 import remat
-from remat.passes.pipeline import Request, partition
+from remat.passes.pipeline import partition
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.report.observe.counting import activation_peak
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.graph.joint_graph import Role
 from remat.passes.memory.backward_order import roots
+from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.schedule import Scheduler, schedule_backward
 from remat.passes.memory.simulate import Simulator, simulate
 from remat.passes.memory.storage import find_storages
@@ -25,7 +26,6 @@ from remat.passes.search.chain import NO_TIME, ChainProgramme
 from remat.passes.search.planner import FEW_MOVES, NEAR_MISSES, Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import NODES_SQUEEZED
-from remat.passes.write.verify import verify_schedule
 
 WIDTH = 32
 

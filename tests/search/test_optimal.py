@@ -13,9 +13,9 @@ from support import milp
 from support.instances import Instance, instance
 
 from remat.passes.graph.joint_graph import Role
+from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.storage import find_storages
 from remat.passes.search.planner import Offer, Planner, extra_ticks
-from remat.passes.write.verify import verify_schedule
 
 FRACTIONS = (0.25, 0.5, 0.75)
 """Where a budget lies between the lowest peak that any schedule has and that of the fastest one."""

@@ -9,13 +9,13 @@ from support.instances import instance
 from support.joints import capture
 from torch import nn
 
+from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Flops, Roofline, price
 from remat.passes.search.improve import has_few_tries
 from remat.passes.search.planner import Offer, Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.symbols import Sizes
-from remat.passes.write.verify import verify_schedule
 
 
 class Residual(nn.Module):

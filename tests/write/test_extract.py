@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from support.joints import Joint, capture, named
 
 from remat.passes.graph.constraints import find_constraints
-from remat.passes.inductor.fusion import COPY_TAG
+from remat.passes.memory.legal import verify_schedule
+from remat.passes.memory.moments import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
-from remat.passes.pipeline import Partitioned, Request, partition
+from remat.passes.pipeline import Partitioned, partition
 from remat.passes.plans.plan import Action, Plan
+from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.extract import _copied_into, extract
-from remat.passes.write.verify import verify_extracted, verify_schedule
+from remat.passes.write.verify import verify_extracted
 
 FREE = Callback(function=lambda call: 0.0)
 RUINOUS = Callback(function=lambda call: 1e6)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...passes.budgets.pick import Chosen
 from ...passes.graph.constraints import Constraint
 from ...passes.graph.joint_graph import JointGraph, describe_value
 from ...passes.graph.region_tag import region_fields
 from ...passes.memory.simulate import Simulation, simulate
-from ...passes.pipeline import Prepared
 from ...passes.plans.plan import source_line
+from ...passes.plans.request import Prepared
+from ...passes.plans.write_plan import Chosen
 from ...passes.prices.cost import TICKS_PER_SECOND
 from ...passes.shared.module_path import path_of_node
 from .model import Alive, GraphReport, NodeRow, Timeline

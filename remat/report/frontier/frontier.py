@@ -23,20 +23,22 @@ from ...cli.asked import check_call
 from ...compiled.capture import Captured, Split, capture
 from ...compiled.options import Options
 from ...compiled.partitioner import Partitioner
-from ...passes.budgets.budget import Budget
-from ...passes.budgets.pick import Picked, write_plan
+from ...passes.budgets.budget import Budget, RegionShare
+from ...passes.budgets.pick import Picked
 from ...passes.budgets.regions import Found, choose_within_shares
+from ...passes.memory.legal import verify_schedule
 from ...passes.memory.shares import Shares
 from ...passes.memory.storage import Storages
-from ...passes.pipeline import Request, prepare, split
-from ...passes.plans.plan import Plan, RegionShare
+from ...passes.pipeline import prepare, split
+from ...passes.plans.plan import Plan
+from ...passes.plans.request import Request
+from ...passes.plans.write_plan import write_plan
 from ...passes.prices.cost import TICKS_PER_SECOND
 from ...passes.search.planner import Offer, Planner
 from ...passes.search.problem import FlowProblem
 from ...passes.shared.errors import OptionError, RematError
 from ...passes.shared.files import form_of, parsed_file
 from ...passes.shared.readable import duration, size, size_unit, time_unit
-from ...passes.write.verify import verify_schedule
 from ..forms.chart import Mark, Series, chart
 
 FORMAT = 1
