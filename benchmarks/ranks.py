@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.report.observe.counting import record_by_allocator
+from remat.report.observed.counting import record_by_allocator
 
 BASE = "torch.utils.checkpoint"
 MIB = 2**20

@@ -1,16 +1,17 @@
-"""The pipeline: joint graph in, plan and two graphs out. Each line is a module of this package."""
+"""The pipeline: a joint graph in, a plan and two graphs out. It is the only one, and runs from top to bottom."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.fx as fx
 
 from .graph.constraints import find_constraints
 from .graph.joint_graph import JointGraph
-from .inductor.fusion import keep_products_early, repeat_exponentials, write_once
 from .inductor.kernels import Held, held_between
 from .inductor.masks import keep_as_bytes
+from .inductor.rewrites import keep_products_early, repeat_exponentials, write_once
 from .memory.legal import verify_schedule
 from .memory.shares import Shares
 from .memory.simulate import simulate
@@ -24,13 +25,26 @@ from .ranges.ranges import byte_limits, choose_for_range
 from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
 from .rewrites.losses import copy_losses_out
-from .rewrites.ports import close_ports, open_ports
+from .rewrites.ports import open_ports
 from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
 from .write.extract import extract
+from .write.halves import Rewrite
 from .write.offload import offload_values
-from .write.verify import verify_extracted, verify_memory
+from .write.ports import close_ports
+from .write.verify import verify
+
+
+class Observer:
+    """Who is shown a graph while it is planned. This one looks on; others make reports, or agree with other ranks."""
+
+    def agree(self, prepared: Prepared, chosen: Chosen) -> Chosen:  # noqa: ARG002
+        """Return the plan that is to be taken: this one, or the one that another rank has made for the same graph."""
+        return chosen
+
+    def see(self, prepared: Prepared, chosen: Chosen) -> None:
+        """Look at the plan that is taken, before its graphs are written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,19 +53,33 @@ class Partitioned:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    plan: Plan
+    chosen: Chosen
+    prepared: Prepared
     held: Held
     """What is in memory between the two, if a compiler's kernels are to be compared with a budget."""
 
+    @property
+    def plan(self) -> Plan:
+        """What is done with each value, and why."""
+        return self.chosen.plan
 
-def partition(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Partitioned:
+
+def run(
+    joint: fx.GraphModule, request: Request, observer: Observer | None = None, *, num_fwd_outputs: int
+) -> Partitioned:
     """Split a joint graph into forward and backward, recomputing where it pays."""
+    observer = observer or Observer()
     prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
-    return split(prepared, choose(prepared, request))
+    chosen = observer.agree(prepared, choose(prepared, request))
+    observer.see(prepared, chosen)
+    return write(prepared, chosen)
 
 
 def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) -> Prepared:
-    """Find out what a joint graph computes, what may be done with it, and what that costs."""
+    """Find out what a joint graph computes, what may be done with it, what that costs, and what memory it takes.
+
+    Before that it is rewritten in ways that leave every bit as it is.
+    """
     if not request.fuses:
         take_dropout_apart(joint)
         copy_losses_out(joint)
@@ -80,31 +108,34 @@ def choose(prepared: Prepared, request: Request) -> Chosen:
     return choose_plan(problem, storages, request.budget, request.key, take_minimum=request.take_minimum)
 
 
-def split(prepared: Prepared, chosen: Chosen) -> Partitioned:
-    """Write the two graphs of a plan, and check them."""
-    graph, constraints = prepared.problem.graph, prepared.problem.constraints
+def write(prepared: Prepared, chosen: Chosen) -> Partitioned:
+    """Write the two graphs of a plan, rewrite them for what will run them, and check what is handed over."""
+    graph, constraints, storages = prepared.problem.graph, prepared.problem.constraints, prepared.storages
     verify_schedule(graph, constraints, chosen.schedule)
-    simulation = simulate(graph, prepared.storages, chosen.schedule)
+    simulation = simulate(graph, storages, chosen.schedule)
     is_told = has_order(prepared, chosen)
     realized = simulation.realized if is_told else ()
-    extracted = extract(graph, constraints, chosen.schedule, simulation.overwritten, realized)
-    verify_extracted(graph, extracted)
-    offload_values(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
-    if prepared.storages.groups_loops:
-        keep_as_bytes(extracted.forward, extracted.backward, prepared.num_fwd_outputs)
-    close_ports(extracted.forward, extracted.backward)
-    verify_memory(extracted.forward.graph)
-    verify_memory(extracted.backward.graph)
-    if not is_told:
-        return Partitioned(extracted.forward, extracted.backward, chosen.plan, Held())
-    write_once(extracted.forward.graph)
-    write_once(extracted.backward.graph)
-    keep_products_early(extracted.backward.graph)
-    if prepared.storages.groups_loops:
-        repeat_exponentials(extracted.backward.graph)
-    names = [node.name for node in extracted.backward.graph.find_nodes(op="placeholder")]
-    held = held_between(simulation, graph, prepared.storages, names)
-    return Partitioned(extracted.forward, extracted.backward, chosen.plan, held)
+    halves = extract(graph, constraints, chosen.schedule, simulation.overwritten, realized)
+    for change in _rewrites_for(prepared, is_told=is_told):
+        halves = change(halves)
+    verify(graph, halves)
+    names = [node.name for node in halves.backward.graph.find_nodes(op="placeholder")]
+    held = held_between(simulation, graph, storages, names) if is_told else Held()
+    return Partitioned(halves.forward, halves.backward, chosen, prepared, held)
+
+
+def _rewrites_for(prepared: Prepared, *, is_told: bool) -> Iterator[Rewrite]:
+    """What is changed in the two graphs for what runs them, in order; nothing changes them after that."""
+    runs_on_cpu = prepared.storages.groups_loops
+    yield offload_values
+    if runs_on_cpu:
+        yield keep_as_bytes
+    yield close_ports
+    if is_told:
+        yield write_once
+        yield keep_products_early
+    if is_told and runs_on_cpu:
+        yield repeat_exponentials
 
 
 def has_order(prepared: Prepared, chosen: Chosen) -> bool:

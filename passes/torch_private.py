@@ -348,6 +348,13 @@ def inductor_compile(
     return compiled
 
 
+def inductor_error() -> type[Exception]:
+    """What inductor raises around the errors of its passes."""
+    from torch._inductor.exc import InductorError
+
+    return InductorError
+
+
 REALIZE_TAG = "inductor_realize_to_strides"
 """`node.meta` key by which inductor is told to write a node's result to memory."""
 

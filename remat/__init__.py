@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .eager.torch_api import checkpoint as compat
-from .eager.torch_api.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
+from . import compat, policies, wiring, wrappers
+from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
 from .passes.plans.plan import Action, Decision, Plan
 from .passes.prices.op_call import OpCall
 from .passes.shared.errors import (
@@ -16,14 +16,14 @@ from .passes.shared.errors import (
     RematError,
     VerificationError,
 )
-from .regions import policies, wrappers
 from .regions.applied import Applied, apply, remove
+from .regions.engines import plan_with
 from .regions.naming import name
 from .regions.region import checkpoint_region, is_recomputing
 from .version import __version__
+from .wiring import partitioner
 
 if TYPE_CHECKING:
-    from .compiled.partitioner import partitioner
     from .report import Report, explain, observe
     from .report.frontier.frontier import pareto
 
@@ -61,12 +61,12 @@ __all__ = [
     "wrappers",
 ]
 
+plan_with(wiring.run_planned)
+
 
 def __getattr__(name: str) -> Any:
     """Load what needs the compilers when it is first used: they take longer to import than torch itself."""
     if name == "partitioner":
-        from .compiled.partitioner import partitioner
-
         return partitioner
     if name in ("pareto", "Pareto"):
         from .report.frontier import frontier

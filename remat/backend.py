@@ -1,5 +1,5 @@
 """The `torch.compile` backend, where torch looks for it: `torch.compile(model, backend="remat")`."""
 
-from .compiled.backend import remat
+from .wiring import backend as remat
 
 __all__ = ["remat"]

@@ -26,6 +26,9 @@ OVERWRITE_TAG = "remat_overwrites"
 """`node.meta` key of a node that leaves its result in the memory of an input: the op that does so. What is said of a
 node is copied to others that stand for it; those call something else."""
 
+PLAIN_TAG = "remat_plain_op"
+"""`node.meta` key of such a node: the op that computes the same in memory of its own."""
+
 TRUSTED_NAMESPACES = frozenset(["aten", "prims"])
 """Libraries whose operators say truthfully whether a result shares an input's memory."""
 
@@ -150,6 +153,7 @@ def write_over(node: fx.Node, source: fx.Node) -> None:
     """Have a node leave its result in the memory of one of its inputs."""
     form = _FORMS[node.target]
     name = _out_name(form)
+    node.meta[PLAIN_TAG] = node.target
     node.target = form
     if name is not None:
         node.kwargs = {**node.kwargs, name: source}
@@ -164,6 +168,15 @@ def overwritten_by(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if name is None else node.kwargs[name]
     assert isinstance(source, fx.Node)
     return source
+
+
+def plain_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The op that a node stands for, and its arguments, without what says whose memory the result takes."""
+    if overwritten_by(node) is None:
+        return node.target, node.args, node.kwargs
+    name = _out_name(node.target)
+    kwargs = {key: value for key, value in node.kwargs.items() if key != name}
+    return node.meta[PLAIN_TAG], node.args, kwargs
 
 
 @cache

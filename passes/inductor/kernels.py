@@ -63,10 +63,6 @@ SLACK = 0.005
 """By what part kernels may exceed a budget: allocators round sizes, and single numbers are not counted exactly."""
 
 
-class PeakExceeded(Exception):
-    """The kernels that a compiler has made of a plan take more than the budget; to be caught where it was called."""
-
-
 @dataclass(frozen=True, slots=True)
 class Excess:
     """Kernels that take more than a plan's peak was promised to be."""
@@ -78,6 +74,14 @@ class Excess:
     def margin(self) -> float:
         """What part of a budget has to be left free if another plan is exceeded in the same proportion."""
         return 1 - self.planned_bytes / self.num_bytes
+
+
+class PeakExceeded(Exception):
+    """The kernels that a compiler has made of a plan take more than the budget; to be caught where it was called."""
+
+    def __init__(self, excess: Excess) -> None:
+        super().__init__(f"{excess.num_bytes} bytes, where {excess.planned_bytes} were planned")
+        self.excess = excess
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,17 @@ import torch.fx as fx
 
 from ..graph.joint_graph import PARTITIONER_TAG
 from ..shared.op_facts import facts_of
-from .fusion import is_inlined, readers_of
+from ..write.halves import Halves
+from .readers import is_inlined, readers_of
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _NUMBER = torch.float32
 """What a mask is turned into on its way: loops have their bits at hand as numbers of this width."""
 
 
-def keep_as_bytes(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+def keep_as_bytes(halves: Halves) -> Halves:
     """Rewrite forward's saved masks and backward's inputs where both are read in loops only."""
+    forward, backward, num_fwd_outputs = halves.forward, halves.backward, halves.num_fwd_outputs
     output = forward.graph.output_node()
     returned: Any = output.args[0]
     values = list(returned)
@@ -40,6 +42,7 @@ def keep_as_bytes(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_out
     output.args = (tuple(values),)
     forward.recompile()
     backward.recompile()
+    return halves
 
 
 def _stays_in_loops(mask: fx.Node, received: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import is_tagged_backward, tensor_of
-from ..graph.region_tag import PORT_TAG, is_port, policy_of, region_of, region_of_formula, repair_tags, untag
+from ..graph.region_tag import PORT_TAG, policy_of, region_of, region_of_formula, repair_tags, untag
 from ..shared.policy import RECOMPUTES
 
 
@@ -47,16 +47,3 @@ def _add_port(graph: fx.Graph, node: fx.Node, outside: list[fx.Node]) -> None:
     port.meta[PORT_TAG] = True
     for user in outside:
         user.replace_input_with(node, port)
-
-
-def close_ports(*modules: fx.GraphModule) -> None:
-    """Take the ports out again: from here on the value itself is read."""
-    for module in modules:
-        ports = [node for node in module.graph.nodes if node.op == "call_function" and is_port(node)]
-        for port in ports:
-            value = port.args[0]
-            assert isinstance(value, fx.Node)
-            port.replace_all_uses_with(value)
-            module.graph.erase_node(port)
-        if ports:
-            module.recompile()

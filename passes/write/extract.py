@@ -44,19 +44,10 @@ from ..torch_private import (
     symbols_of,
 )
 from . import rng
+from .halves import NODE_TAG, Halves
 
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """`node.meta` key by which AOTAutograd marks tensors that eager would stash without a version check."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Extracted:
-    """The two graphs of a split joint graph."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    num_saved: int
-    """Values that forward returns beside the user's outputs."""
 
 
 def extract(
@@ -65,7 +56,7 @@ def extract(
     schedule: Schedule,
     overwritten: Mapping[int, int] | None = None,
     realized: Collection[int] = (),
-) -> Extracted:
+) -> Halves:
     """Write forward and backward as graphs of their own.
 
     `overwritten` says of which moments of the step nodes write their result over an input, and over which; `realized`
@@ -76,10 +67,10 @@ def extract(
     handed = _hand_over(graph, constraints, schedule, forward, env, states)
     _add_output(forward, graph, env, handed)
     backward = _backward_half(graph, schedule, handed, overwritten, realized)
-    return Extracted(
+    return Halves(
         forward=graph_module(graph.module, forward),
         backward=graph_module(graph.module, backward),
-        num_saved=len(handed),
+        num_fwd_outputs=len(graph.forward_outputs),
     )
 
 
@@ -102,9 +93,10 @@ def _forward_half(
     for moment, i in enumerate(schedule.forward):
         node = graph.nodes[i]
         if i in schedule.replayed:
-            states[i], env[i] = rng.save_state(forward, node, *_arguments(node, lookup))
+            states[i], env[i] = rng.save_state(forward, node, i, *_arguments(node, lookup))
         else:
             env[i] = _copied_into(forward, node, lookup)
+        env[i].meta[NODE_TAG] = i
         if moment in overwritten:
             write_over(env[i], env[overwritten[moment]])
     return forward, env, states
@@ -248,6 +240,7 @@ def _backward_half(
         i = graph.resolve(node)
         if i not in env and node.op == "get_attr":
             env[i] = backward.node_copy(node)
+            env[i].meta[NODE_TAG] = i
         return env[i]
 
     def lookup_to_write(node: fx.Node) -> fx.Node:
@@ -259,6 +252,7 @@ def _backward_half(
             new = rng.replay(backward, node, states[i], *_arguments(node, lookup))
         else:
             new = _copied_into(backward, node, lookup_to_write if op is not None and op.is_mutating else lookup)
+        new.meta[NODE_TAG] = i
         if graph.roles[i] is not Role.BACKWARD:
             new.meta[COPY_TAG] = node.name
             new.meta[PARTITIONER_TAG] = "is_backward"

@@ -17,13 +17,15 @@ from ..graph.constraints import is_offloaded
 from ..graph.joint_graph import PARTITIONER_TAG
 from ..graph.region_tag import region_of
 from ..shared.disk_op import to_disk_op
+from .halves import Halves
 
 _COPY = torch.ops.aten._to_copy.default
 _CLONE = torch.ops.aten.clone.default
 
 
-def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+def offload_values(halves: Halves) -> Halves:
     """Rewrite forward's saved values and backward's inputs for what is to wait in host memory."""
+    forward, backward, num_fwd_outputs = halves.forward, halves.backward, halves.num_fwd_outputs
     output = forward.graph.output_node()
     returned: Any = output.args[0]
     values = list(returned)
@@ -38,6 +40,7 @@ def offload_values(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_ou
         output.args = (tuple(values),)
         forward.recompile()
         backward.recompile()
+    return halves
 
 
 def _copy_out(graph: fx.Graph, node: fx.Node) -> fx.Node:

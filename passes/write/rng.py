@@ -15,16 +15,17 @@ import torch.fx as fx
 
 from ..graph.joint_graph import PARTITIONER_TAG
 from ..torch_private import FakeTensor, run_and_save_rng_state, run_with_rng_state, without_modes
+from .halves import NODE_TAG
 
 
 def save_state(
-    graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: fx.Graph, node: fx.Node, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node]:
-    """Add the forward run of a random op to `graph`; return the nodes of its generator state and of its result."""
+    """Add the forward run of the random op at a joint graph's position; return the nodes of its state and result."""
     state_value = _state_like(node)
     op: Any = node.target
     both = graph.call_function(run_and_save_rng_state, (op, *args), kwargs)
-    both.meta = {**node.meta, "val": (state_value, node.meta.get("val"))}
+    both.meta = {**node.meta, "val": (state_value, node.meta.get("val")), NODE_TAG: position}
     both.meta.pop("tensor_meta", None)
     state = graph.create_node("call_function", operator.getitem, (both, 0), name=f"{node.name}_rng_state")
     state.meta = {"val": state_value, PARTITIONER_TAG: "is_forward"}

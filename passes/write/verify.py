@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch.fx as fx
 
-from ..graph.constraints import written_arguments
-from ..graph.joint_graph import JointGraph, Role, backward_inputs, forward_inputs
+from ..graph.joint_graph import JointGraph, Role
 from ..graph.overwrite import hides_sharing, overwritten_by
 from ..graph.region_tag import preserves_rng_state
 from ..memory.moments import COPY_TAG
 from ..shared.errors import VerificationError
 from ..shared.op_facts import facts_of, facts_of_call
-from .extract import Extracted
+from .halves import Halves
+from .meaning import verify_meaning
 
 
-def verify_extracted(graph: JointGraph, extracted: Extracted) -> None:
-    """The two graphs fit together, writes reach real inputs, and nothing that may run only once runs twice."""
-    forward, backward = list(extracted.forward.graph.nodes), list(extracted.backward.graph.nodes)
-    _check_signatures(graph, extracted, forward, backward)
-    _check_writes(graph, backward)
+def verify(graph: JointGraph, halves: Halves) -> None:
+    """Check two finished graphs: they compute what the joint graph does, once where that matters, in free memory."""
+    verify_meaning(graph, halves)
+    verify_runs(graph, halves)
+    verify_memory(halves.forward.graph)
+    verify_memory(halves.backward.graph)
+
+
+def verify_runs(graph: JointGraph, halves: Halves) -> None:
+    """Nothing that may run only once runs twice, or never; random ops that run again replay what they drew."""
+    forward, backward = halves.forward.graph.nodes, halves.backward.graph.nodes
     for node in backward:
         if COPY_TAG in node.meta and node.op == "call_function":
             op = facts_of_call(node.target, node.args, node.kwargs)
@@ -96,34 +101,3 @@ def _allocator(place: object) -> fx.Node:
         place = place[0]
     assert isinstance(place, fx.Node)
     return place
-
-
-def _check_writes(graph: JointGraph, backward: Sequence[fx.Node]) -> None:
-    """An input that backward writes to is the input itself, not a copy of it."""
-    writes = [i for i in graph.backward_order if (op := graph.facts[i]) is not None and op.is_mutating]
-    wanted = {j for i in writes for j in written_arguments(graph, i) if graph.roles[j] is Role.INPUT}
-    given = {node.name for node in backward if node.op == "placeholder"}
-    for j in sorted(wanted):
-        if graph.nodes[j].name not in given:
-            raise VerificationError(f"backward writes to `{graph.nodes[j].name}` but has only a copy of it")
-
-
-def _check_signatures(
-    graph: JointGraph, extracted: Extracted, forward: Sequence[fx.Node], backward: Sequence[fx.Node]
-) -> None:
-    returned: Any = forward[-1].args[0]
-    handed: list[str] = [n.name for n in returned[len(graph.forward_outputs) :]]
-    placeholders = [n.name for n in backward if n.op == "placeholder"]
-    expected = len(handed) + len(backward_inputs(graph))
-    if len(handed) != extracted.num_saved or len(placeholders) != expected:
-        raise VerificationError(
-            f"forward returns {len(handed)} values for backward, which has {len(placeholders)} inputs"
-        )
-    if sorted(handed) != sorted(placeholders[: len(handed)]):
-        odd = sorted(set(handed) ^ set(placeholders[: len(handed)]))
-        raise VerificationError(f"forward and backward disagree on what is handed over: {', '.join(odd)}")
-    if sum(n.op == "placeholder" for n in forward) != len(forward_inputs(graph)):
-        raise VerificationError("forward has other inputs than the joint graph")
-    gradients: Any = backward[-1].args[0]
-    if len(gradients) != len(graph.backward_outputs):
-        raise VerificationError(f"backward returns {len(gradients)} gradients instead of {len(graph.backward_outputs)}")

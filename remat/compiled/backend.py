@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
 
 from ..passes.budgets.budget import LOWEST_PLAN_OPTION
-from ..passes.inductor.fusion import may_fuse, planned_order
-from ..passes.inductor.kernels import Excess
+from ..passes.inductor.kernels import Excess, PeakExceeded
+from ..passes.inductor.order import may_fuse, planned_order
 from ..passes.shared.errors import InfeasibleBudget, causes_of
 from ..passes.shared.out_of_memory import advising
 from ..passes.shared.readable import exact_size
-from ..passes.torch_private import aot_compile, boxed, inductor_compile, kernel_order_pass, run_graph_as_is
+from ..passes.torch_private import (
+    aot_compile,
+    boxed,
+    inductor_compile,
+    inductor_error,
+    kernel_order_pass,
+    run_graph_as_is,
+)
 from ..regions.carrier import inside_broken_regions
 from .capture import split_only
 from .options import Inner, Options
-from .partitioner import Partitioner, source_digest
+from .partitioner import Partitioner
+from .plan_key import source_digest
+from .watching import MakeWatcher, Nobody
 
 KEEP_ORDER = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 """What inductor must leave alone so that a planned peak holds: it keeps free buffers for later ones of the same size
@@ -35,27 +44,35 @@ ALL_OF_IT = 0.999
 """A margin that leaves a budget so small that no plan keeps within it."""
 
 
-def remat(
-    gm: fx.GraphModule,
-    example_inputs: list[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of compiling once: code, or why there is none for this plan."""
+
+    compiled: Callable[..., Any] | None = None
+    excess: Excess | None = None
+    """The kernels take more than the budget."""
+    infeasible: InfeasibleBudget | None = None
+    """No plan keeps within the budget."""
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, *, watch: MakeWatcher = Nobody
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with remat's partitioner between tracing and the inner compiler."""
-    parsed = Options.parse(options, mode)
     gm = inside_broken_regions(gm)
-    if parsed.inner == "inductor":
-        return _with_inductor(gm, example_inputs, parsed)
-    return _split_only(gm, example_inputs, Partitioner(parsed))
+    if options.inner == "inductor":
+        return _with_inductor(gm, example_inputs, options, watch)
+    return _split_only(gm, example_inputs, Partitioner(options, watch=watch))
 
 
 def op_by_op(
-    gm: fx.GraphModule, example_inputs: list[Any], *, memory_budget: Any, overwrites: bool
+    gm: fx.GraphModule, example_inputs: list[Any], *, memory_budget: Any, overwrites: bool, watch: MakeWatcher
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph into two graphs that eager's kernels run; `overwrites` if nobody else holds results."""
-    parsed = Options.parse({"inner": "aot_eager", "memory_budget": memory_budget})
-    return _split_only(inside_broken_regions(gm), example_inputs, Partitioner(parsed, overwrites=overwrites))
+    options = Options.parse({"inner": "aot_eager", "memory_budget": memory_budget})
+    return _split_only(
+        inside_broken_regions(gm), example_inputs, Partitioner(options, watch=watch, overwrites=overwrites)
+    )
 
 
 def _split_only(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
@@ -63,42 +80,50 @@ def _split_only(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Part
     return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
 
 
-def _with_inductor(gm: fx.GraphModule, example_inputs: list[Any], options: Options) -> Callable[..., Any]:
-    """Compile with inductor; where its kernels take more than the budget, plan again with less of it."""
-    margin, infeasible = 0.0, None
-    for _ in range(MOST_PLANS):
-        partitioner = Partitioner(options, keeps_order=True, margin=margin)
-        try:
-            return _compiled(gm, example_inputs, partitioner)
-        except Exception as error:
-            if partitioner.excess is None:
-                infeasible = next((e for e in causes_of(error) if isinstance(e, InfeasibleBudget)), None)
-                if infeasible is None or not partitioner.is_checked:
-                    raise
-                break
-            margin = max(margin + LEAST_STEP, partitioner.excess.margin)
-    return _with_lowest_plan(gm, example_inputs, options, infeasible if margin == 0.0 else None)
-
-
-def _with_lowest_plan(
-    gm: fx.GraphModule, example_inputs: list[Any], options: Options, infeasible: InfeasibleBudget | None
+def _with_inductor(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, watch: MakeWatcher
 ) -> Callable[..., Any]:
-    """Compile the lowest plan if its kernels keep within the budget, or if it is asked for; or say what they take."""
-    assert options.budget is not None
-    partitioner = Partitioner(replace(options, budget=replace(options.budget, is_for_lowest=True)), keeps_order=True)
-    try:
-        return _compiled(gm, example_inputs, partitioner)
-    except Exception:
-        if partitioner.excess is None:
-            if infeasible is not None:
-                raise infeasible from None
-            raise
+    """Compile with inductor; where its kernels take more than the budget, plan again with less of it."""
+
+    def attempt(options: Options, margin: float = 0.0) -> Outcome:
+        return _attempt(gm, example_inputs, Partitioner(options, watch=watch, keeps_order=True, margin=margin))
+
+    margin, outcome = 0.0, Outcome()
+    for _ in range(MOST_PLANS):
+        outcome = attempt(options, margin)
+        if outcome.compiled is not None:
+            return outcome.compiled
+        if outcome.excess is None:
+            break
+        margin = max(margin + LEAST_STEP, outcome.excess.margin)
+    assert options.budget is not None, "without a budget there is nothing to exceed"
+    # No plan that leaves room for what the compiler adds: the lowest one may keep within the budget all the same.
+    infeasible = outcome.infeasible if margin == 0.0 else None
+    lowest = attempt(replace(options, budget=replace(options.budget, is_for_lowest=True)))
+    if lowest.compiled is not None:
+        return lowest.compiled
+    excess = lowest.excess
+    if excess is None:
+        raise infeasible or lowest.infeasible or AssertionError("neither code nor a reason")
     if options.take_minimum:
-        return _compiled(gm, example_inputs, Partitioner(options, keeps_order=True, margin=ALL_OF_IT))
-    raise _never_fits(options, partitioner.excess, infeasible)
+        lowest = attempt(options, ALL_OF_IT)
+        assert lowest.compiled is not None, "a plan that was asked for whatever it takes exceeds nothing"
+        return lowest.compiled
+    raise _never_fits(options, excess, infeasible)
 
 
-def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
+def _attempt(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Outcome:
+    """Compile with inductor by one plan."""
+    outcome = None
+    try:
+        outcome = _compiled(gm, example_inputs, partitioner)
+    finally:
+        if outcome is None or outcome.excess is None:  # it runs, or it fails for another reason
+            partitioner.watcher.publish()
+    return outcome
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Outcome:
     options = partitioner.options
     settings = {**_keep_order(partitioner), **options.inductor, "custom_partitioner_fn": partitioner}
     try:
@@ -110,12 +135,21 @@ def _compiled(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partit
             around=lambda compiled: advising(compiled, "compiled code", partitioner.peak_bytes),
             with_backward=partitioner.is_checked,
         )
-        if partitioner.is_reported and not partitioner.num_planned:  # a cache had it, which keeps code and no reasons
-            split_only(gm, example_inputs, settings)
-    finally:
-        if partitioner.excess is None:
-            partitioner.publish()
-    return compiled
+    except (PeakExceeded, InfeasibleBudget, inductor_error()) as error:  # inductor puts its own around some
+        return _why_not(error, partitioner)
+    if partitioner.watcher.is_watching and not partitioner.num_planned:  # a cache has code, and no reasons
+        split_only(gm, example_inputs, settings)
+    return Outcome(compiled)
+
+
+def _why_not(error: Exception, partitioner: Partitioner) -> Outcome:
+    """Tell a plan that does not do from a compilation that failed, which is raised again."""
+    for cause in causes_of(error):
+        if isinstance(cause, PeakExceeded):
+            return Outcome(excess=cause.excess)
+        if isinstance(cause, InfeasibleBudget) and partitioner.is_checked:
+            return Outcome(infeasible=cause)
+    raise error
 
 
 def _never_fits(options: Options, excess: Excess, infeasible: InfeasibleBudget | None) -> InfeasibleBudget:
@@ -135,7 +169,7 @@ def _never_fits(options: Options, excess: Excess, infeasible: InfeasibleBudget |
 
 def _keep_order(partitioner: Partitioner) -> dict[str, Any]:
     """Settings under which inductor runs what the plan says, when it says so."""
-    in_order = kernel_order_pass(planned_order, f"remat-{source_digest()}", partitioner.check)
+    in_order = kernel_order_pass(planned_order, f"remat-{source_digest()}", partitioner.kernels.check)
     return {**KEEP_ORDER, "_post_fusion_custom_pass": in_order}
 
 

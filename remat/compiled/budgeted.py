@@ -16,31 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..eager import is_in_region, run_region
+from ..eager import is_in_region
 from ..passes.shared.errors import InfeasibleBudget, RematError, causes_of
 from ..passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
+from ..regions.carrier import operator_of
+from ..regions.engines import Runner, untraceable
+from .backend import op_by_op
+from .watching import MakeWatcher
 
 if TYPE_CHECKING:
-    from ..regions.region import RegionOptions
+    from ..regions.region_options import RegionOptions
 
-Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function with arguments as a region."""
 
 MAX_SIGNATURES = 64
 """How many input signatures a region keeps plans for; the one that was used longest ago goes first."""
 
 
-def runner_of(region: RegionOptions) -> Runner:
-    """What runs a region's calls outside of torch.compile."""
-    run = functools.partial(run_region, spec=region.eager_spec())  # which is no step on Python's stack
-    return run if region.budget is None else PlannedRegion(region, run)
-
-
 class PlannedRegion:
     """Runs a region by plans for its budget, one per input signature."""
 
-    def __init__(self, region: RegionOptions, unplanned: Runner) -> None:
-        self.region, self.unplanned = region, unplanned
+    def __init__(self, region: RegionOptions, unplanned: Runner, watch: MakeWatcher) -> None:
+        self.region, self.unplanned, self.watch = region, unplanned, watch
         self.compiled: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,7 +62,7 @@ class PlannedRegion:
         overwrites = not is_in_region()
         key = overwrites, _signature(args, kwargs)
         if key not in self.compiled:
-            self.compiled[key] = _compile(self.region, overwrites)
+            self.compiled[key] = _compile(self.region, overwrites, self.watch)
         self.compiled.move_to_end(key)
         if len(self.compiled) > MAX_SIGNATURES:
             self.compiled.popitem(last=False)
@@ -85,11 +81,8 @@ def _described(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
 
 
-def _compile(region: RegionOptions, overwrites: bool) -> Callable[..., Any]:
+def _compile(region: RegionOptions, overwrites: bool, watch: MakeWatcher) -> Callable[..., Any]:
     """Make a callable that plans the region when it is first called."""
-    from ..regions.carrier import operator_of
-    from .backend import op_by_op
-
     not_compiled = (
         f"region {region.name} has memory_budget={region.memory_budget!r}, which takes a plan, and a plan a trace by "
         "torch.compile, which is switched off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, or a dispatch mode "
@@ -105,7 +98,7 @@ def _compile(region: RegionOptions, overwrites: bool) -> Callable[..., Any]:
 
     # Compilers count how often they compile a code object; each plan has its own.
     own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    backend = functools.partial(op_by_op, memory_budget=region.memory_budget, overwrites=overwrites)
+    backend = functools.partial(op_by_op, memory_budget=region.memory_budget, overwrites=overwrites, watch=watch)
     return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
 
@@ -166,12 +159,3 @@ def _explained(region: RegionOptions, error: Exception) -> RematError | None:
     found = [line for cause in causes_of(error) if (line := untraced_line(cause)) is not None]
     # Errors are wrapped in others on their way up: the one that knows the line tells most.
     return RematError(untraceable(region, *max(found, key=lambda line: bool(line[0])))) if found else None
-
-
-def untraceable(region: RegionOptions, line: str, reason: str) -> str:
-    """Say that a region cannot be planned for, and what to do about it."""
-    return (
-        f"region {region.name} has memory_budget={region.memory_budget!r}, and a budget is planned for on a graph of "
-        f"the whole region, but {line or 'a line of it'} cannot be captured: {reason.rstrip('.') or 'unknown'}. "
-        "Move that code out of the region, or leave out memory_budget and say by a policy what is kept."
-    )

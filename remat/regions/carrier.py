@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from ..compiled.budgeted import runner_of, untraceable
 from ..passes.shared.errors import RematError
 from ..passes.shared.fingerprint import fingerprint
 from ..passes.shared.policy import normalise_policy
@@ -31,10 +30,11 @@ from ..passes.torch_private import (
     trace_as_wrapper,
     tracer,
 )
+from .engines import runner_of, untraceable
 from .trace import run_body, run_traced
 
 if TYPE_CHECKING:
-    from .region import RegionOptions
+    from .region_options import RegionOptions
 
 
 class RegionOperator(HigherOrderOperator):

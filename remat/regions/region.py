@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -19,67 +19,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from remat.compiled.budgeted import Runner, runner_of
-from remat.eager import RegionSpec, Selective, is_recomputing
-from remat.eager.recompute.determinism import find_determinism_check
-from remat.passes.shared.policy import Policy, normalise_policy
+from remat.eager import is_recomputing
+from remat.passes.shared.policy import Policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.regions.carrier import operator_of
+from remat.regions.engines import Runner, runner_of
 from remat.regions.marking import check_markable, check_options
 
+from .region_options import RegionOptions
+
 if TYPE_CHECKING:
-    from remat.passes.budgets.budget import Budget
+    pass
 
 __all__ = ["RegionOptions", "checkpoint_region", "is_recomputing"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class RegionOptions:
-    """What the user said about one region."""
-
-    name: str
-    policy: Any = None
-    memory_budget: Any = None
-    preserve_rng_state: bool = True
-    determinism_check: str = "default"
-    early_stop: bool = True
-    debug: bool = False
-    offload: str = "cpu"
-    offload_folder: str | None = None
-
-    def __post_init__(self) -> None:
-        _ = self.budget  # what is wrong with it is said where the region is marked
-
-    @property
-    def disk_folder(self) -> str | None:
-        """Where values go that the policy offloads; None for host memory."""
-        return self.offload_folder
-
-    @property
-    def budget(self) -> Budget | None:
-        """The bound on the region's share of the activation peak."""
-        if self.memory_budget is None:
-            return None
-        from remat.compiled.budget_text import parse_budget  # leads to the planners, which most programs never need
-
-        return parse_budget(self.memory_budget)
-
-    def eager_spec(self) -> RegionSpec:
-        """Return the same for the eager engine's recomputation, which has no use for a budget."""
-        selective = None
-        if self.policy is not None:
-            selective = Selective(normalise_policy(self.policy), disk_folder=self.disk_folder)
-        return RegionSpec(
-            name=self.name,
-            preserve_rng_state=self.preserve_rng_state,
-            selective=selective,
-            check=find_determinism_check(self.determinism_check),
-            debug=self.debug,
-            early_stop=self.early_stop,
-            is_refilled=True,
-        )
 
 
 _OPTION_NAMES = tuple(option.name for option in fields(RegionOptions))

@@ -18,7 +18,7 @@ can be looked at later without the program it was made for:
     observation.py  one real step beside what was predicted
 """
 
-from .observe.observation import Observation, observe
+from .observed.observation import Observation, observe
 from .planned import explain
 from .report import Report
 

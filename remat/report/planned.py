@@ -8,16 +8,13 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..cli.asked import check_call
+from ..compiled.asked import check_call
 from ..compiled.capture import Captured, Split, capture
 from ..compiled.options import Options
 from ..compiled.partitioner import Partitioner, paused_collector
-from ..passes.pipeline import choose, prepare, split
-from ..passes.plans.request import Request
-from ..passes.ranges.validity import with_ranges
+from ..passes.pipeline import run
 from ..passes.shared.errors import RematError
-from .data.model import GraphReport
-from .data.record import report_graph
+from .data.record import Reporter
 from .frontier.frontier import Progress
 from .report import Report, versions
 
@@ -46,34 +43,25 @@ def explain(
     asked = {"inner": inner, "cost_model": cost_model, "memory_budget": memory_budget, "on_infeasible": on_infeasible}
     options = Options.parse({**asked, "unbacked_hint": unbacked_hint})
     request = Partitioner(options).request
-    found: list[GraphReport] = []
+    reporter = Reporter(request)
     with Progress(sys.stderr.isatty() if progress is None else progress, "explain") as say:
 
         def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Split:
-            say(f"planning graph {len(found)}, {len(joint.graph.nodes)} nodes")
-            graph, halves = _explain_graph(joint, num_fwd_outputs, request)
-            found.append(graph)
-            return halves
+            say(f"planning graph {len(reporter.graphs)}, {len(joint.graph.nodes)} nodes")
+            with paused_collector():
+                halves = run(joint, request, reporter, num_fwd_outputs=num_fwd_outputs)
+            return halves.forward, halves.backward
 
         say("tracing")
         captured = capture(function, args, kwargs, visit, fuses=options.fuses, dynamic=dynamic)
-    if not found:
+    if not reporter.graphs:
         raise RematError(_nothing_to_plan(function, captured))
     return Report(
-        graphs=tuple(found),
+        graphs=tuple(reporter.graphs),
         function=_name_of(function),
         graph_breaks=captured.graph_breaks,
         versions=versions(),
     )
-
-
-def _explain_graph(joint: fx.GraphModule, num_fwd_outputs: int, request: Request) -> tuple[GraphReport, Split]:
-    with paused_collector():
-        prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
-        chosen = with_ranges(prepared, choose(prepared, request), request)
-        graph = report_graph(prepared, chosen)
-        halves = split(prepared, chosen)
-    return graph, (halves.forward, halves.backward)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
 
-from ..passes.plans.plan import Plan
 from ..passes.shared.files import form_of, parsed_file
 from ..version import __version__
-from .data.model import GraphReport
+from .data.model import ReportData
+from .data.stored import from_json, to_json
+from .forms.dot import dot
+from .forms.html import notebook_cell, page
+from .forms.svg import svg
+from .forms.text import dump, summary
 from .forms.why import Why, why
-
-if TYPE_CHECKING:
-    from .frontier.frontier import Pareto
-
+from .frontier.frontier import Pareto
 
 FORMS = (".txt", ".json", ".dot", ".svg", ".html")
 """The suffixes of files that a report can be saved as."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(ReportData):
     """Every decision of every joint graph of a function."""
-
-    graphs: tuple[GraphReport, ...]
-    """In the order in which they were traced."""
-    function: str = ""
-    graph_breaks: tuple[str, ...] = ()
-    """Why there are several graphs, each with its line; empty if the function is one graph."""
-    versions: dict[str, str] = field(default_factory=dict)
-    pareto: Pareto | None = None
-    """The frontier of time and peak, if it was computed: it is drawn into the page."""
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plan of each graph: what `options={"plan": ...}` takes."""
-        return tuple(graph.plan for graph in self.graphs)
 
     def why(self, value: str | fx.Node) -> Why:
         """Say why one value is kept or recomputed, and what would have to change for the other decision.
@@ -51,33 +35,23 @@ class Report:
         return why(self.graphs, value.name if isinstance(value, fx.Node) else value)
 
     def __str__(self) -> str:
-        from .forms.text import summary
-
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from .forms.html import notebook_cell
-
         return notebook_cell(self)
 
     def to_text(self) -> str:
         """The summary, then every graph line by line with its decisions."""
-        from .forms.text import dump
-
         return dump(self)
 
     def to_json(self) -> str:
         """Everything, in the form that the package's schema.json describes."""
-        from .data.stored import to_json
-
         return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Report:
         """Read what `to_json` wrote."""
-        from .data.stored import from_json
-
-        return from_json(text)
+        return Report(**from_json(text, Pareto.from_json))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
@@ -86,20 +60,14 @@ class Report:
 
     def to_dot(self) -> str:
         """Forward and backward in Graphviz's language."""
-        from .forms.dot import dot
-
         return dot(self)
 
     def to_svg(self) -> str:
         """Forward and backward as a picture."""
-        from .forms.svg import svg
-
         return svg(self)
 
     def to_html(self) -> str:
         """One page with all of it, that needs nothing but a browser."""
-        from .forms.html import page
-
         return page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.compiled.budget_text import parse_budget
 from remat.compiled.options import Options
 from remat.passes.budgets.budget import Budget, alive_lines
 from remat.passes.graph.constraints import find_constraints
@@ -27,6 +26,7 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.readable import size
+from remat.regions.budget_text import parse_budget
 
 # --- what users may say ------------------------------------------------------------------------------------------
 

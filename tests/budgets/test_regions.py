@@ -25,7 +25,7 @@ from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size
 from remat.regions.carrier import operator_name
-from remat.regions.region import RegionOptions
+from remat.regions.region_options import RegionOptions
 
 MUST_SAVE, PREFER_SAVE = remat.CheckpointPolicy.MUST_SAVE, remat.CheckpointPolicy.PREFER_SAVE
 MUST_RECOMPUTE, PREFER_RECOMPUTE = remat.CheckpointPolicy.MUST_RECOMPUTE, remat.CheckpointPolicy.PREFER_RECOMPUTE

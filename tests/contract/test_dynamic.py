@@ -11,8 +11,8 @@ from support.dynamic_programs import PROGRAMS, Program, batch, data_dependence_c
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.compiled.collecting import collected
 from remat.passes.shared.errors import InfeasibleBudget, OptionError
+from remat.report.data.collecting import collected
 
 SIZES = (12, 7, 30)
 MODES = ("dynamic=True", "mark_dynamic", "automatic")

@@ -9,7 +9,7 @@ from support.joints import capture, named
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from remat.passes.graph.constraints import Constraint, Reason
-from remat.passes.pipeline import partition
+from remat.passes.pipeline import run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import InfeasibleCut
@@ -128,7 +128,7 @@ def test_contradiction_names_the_value_and_both_causes() -> None:
 
     joint = capture(step, tensor(3))
     with pytest.raises(InfeasibleCut) as caught:
-        partition(joint.module, Request(Callback(function=lambda call: 0.0)), num_fwd_outputs=joint.num_fwd_outputs)
+        run(joint.module, Request(Callback(function=lambda call: 0.0)), num_fwd_outputs=joint.num_fwd_outputs)
     text = str(caught.value)
     assert "is needed by backward but may be neither saved nor recomputed" in text
     assert f"  - not recomputed: {Reason.EFFECTFUL.value}" in text

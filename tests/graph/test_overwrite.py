@@ -19,12 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import remat
 from remat.passes.graph import overwrite
 from remat.passes.graph.overwrite import overwritable, overwritten_by, write_over
-from remat.passes.pipeline import Partitioned, partition
+from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.verify import verify_memory
-from remat.report.observe.counting import activation_peak, clear_gradients
+from remat.report.observed.counting import activation_peak, clear_gradients
 
 aten = torch.ops.aten
 FREE = Callback(function=lambda call: 0.0)
@@ -126,7 +126,7 @@ def test_inputs_of_another_kind_are_left_alone() -> None:
 
 def split(function: Callable[..., Any], *args: Any, cost_model: Any = FREE, **kwargs: Any) -> Partitioned:
     joint = capture(function, *args, **kwargs)
-    return partition(joint.module, Request(cost_model, overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
+    return run(joint.module, Request(cost_model, overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
 
 
 def overwriting(graph: fx.Graph) -> list[tuple[str, str]]:

@@ -15,9 +15,9 @@ from torch import nn
 
 import remat
 from remat import backend
-from remat.passes.inductor.fusion import kernel_order, planned_order
+from remat.passes.inductor.order import kernel_order, planned_order
 from remat.passes.memory.moments import MOMENT_TAG, Moment
-from remat.report.observe.counting import activation_peak, clear_gradients
+from remat.report.observed.counting import activation_peak, clear_gradients
 
 
 def ranks(*numbers: int) -> list[tuple[int, int]]:

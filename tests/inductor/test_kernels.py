@@ -13,18 +13,20 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from support import zoo
-from support.joints import capture
+from support.joints import capture, rewritten
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat import backend
-from remat.compiled import partitioner as partition_fn
+from remat.compiled import kernel_check
+from remat.compiled.kernel_check import KernelCheck
 from remat.passes import pipeline as partition
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.inductor.describe import describe_kernels
-from remat.passes.inductor.fusion import may_fuse, repeat_exponentials
 from remat.passes.inductor.kernels import Excess, Held, Kernel, Kernels, Promise, kernel_peak, live_bytes
+from remat.passes.inductor.order import may_fuse
+from remat.passes.inductor.rewrites import repeat_exponentials
 from remat.passes.memory.moments import COPY_TAG, MOMENT_TAG, Moment
 from remat.passes.memory.simulate import Simulation
 from remat.passes.memory.storage import find_storages
@@ -34,7 +36,7 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import Squeezer
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
-from remat.report.observe.counting import activation_peak, clear_gradients
+from remat.report.observed.counting import activation_peak, clear_gradients
 
 
 def kernel(name: str, made: Mapping[str, int], *read: str, over: str = "", is_loop: bool = True) -> Kernel:
@@ -192,7 +194,7 @@ def test_an_exponential_is_repeated_at_each_moment_that_reads_it() -> None:
     args = [torch.randn(4, 4) for _ in range(3)]
     graph = tagged(swiglu_backward, *args, slots=SLOTS)
     before = torch.fx.GraphModule({}, graph)(*args)
-    repeat_exponentials(graph)
+    rewritten(repeat_exponentials, graph)
     copies = [node for node in graph.nodes if node.meta.get(COPY_TAG) == "sigmoid"]
     assert [(node.target, node.meta[MOMENT_TAG].slot) for node in copies] == [(torch.ops.aten.sigmoid.default, 1)]
     assert [user.name for user in copies[0].users] == ["mul_1"]
@@ -203,14 +205,14 @@ def test_an_exponential_is_repeated_at_each_moment_that_reads_it() -> None:
 @pytest.mark.parametrize("slots", [{**SLOTS, "mul_1": 0}, {name: 0 for name in SLOTS if name != "mul_1"}])
 def test_an_exponential_that_is_read_at_one_moment_or_none_knows_when_is_not_repeated(slots: dict[str, int]) -> None:
     graph = tagged(swiglu_backward, *(torch.randn(4, 4) for _ in range(3)), slots=slots)
-    repeat_exponentials(graph)
+    rewritten(repeat_exponentials, graph)
     assert sum(node.target is torch.ops.aten.sigmoid.default for node in graph.nodes) == 1
 
 
 def test_what_is_to_be_in_memory_is_not_repeated() -> None:
     graph = tagged(swiglu_backward, *(torch.randn(4, 4) for _ in range(3)), slots=SLOTS)
     next(node for node in graph.nodes if node.name == "sigmoid").meta[REALIZE_TAG] = True
-    repeat_exponentials(graph)
+    rewritten(repeat_exponentials, graph)
     assert not any(COPY_TAG in node.meta for node in graph.nodes)
 
 
@@ -319,11 +321,11 @@ def test_peak_of_kernels_is_the_predicted_and_the_measured_one(
 ) -> None:
     peaks: list[int] = []
 
-    def check(self: partition_fn.Partitioner, compiled: CompiledHalf) -> None:
-        assert self._promise is not None
-        peaks.append(kernel_peak(describe_kernels(compiled), self._promise.held))
+    def check(self: KernelCheck, compiled: CompiledHalf) -> None:
+        assert self.promise is not None
+        peaks.append(kernel_peak(describe_kernels(compiled), self.promise.held))
 
-    monkeypatch.setattr(partition_fn.Partitioner, "check", check)
+    monkeypatch.setattr(KernelCheck, "check", check)
     torch.manual_seed(0)
     model, x = make(), torch.randn(512, 64)
     options = {"memory_budget": memory_budget, "dump": str(tmp_path)}
@@ -431,7 +433,7 @@ def test_other_errors_of_a_compiler_are_passed_on(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("no_caches")
 def test_kernels_of_an_unknown_kind_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition_fn, "describe_kernels", lambda half: half.no_such_thing)
+    monkeypatch.setattr(kernel_check, "describe_kernels", lambda half: half.no_such_thing)
     compiled = torch.compile(Gated(1, 32), backend="remat", options={"memory_budget": 0.9}, fullgraph=True)
     with pytest.warns(UserWarning, match="cannot be said what inductor's kernels take .*no_such_thing"):
         compiled(torch.randn(64, 32)).backward()

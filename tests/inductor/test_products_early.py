@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from support.joints import rewritten
 from torch import nn
 
 from remat.passes import pipeline as partition
-from remat.passes.inductor.fusion import keep_products_early
+from remat.passes.inductor.rewrites import keep_products_early
 from remat.passes.memory.moments import MOMENT_TAG, Moment
-from remat.report.observe.counting import activation_peak
+from remat.report.observed.counting import activation_peak
 
 ATEN = torch.ops.aten
 
@@ -36,7 +37,7 @@ def names(graph: fx.Graph) -> list[str]:
 
 def test_loop_without_effect_separates_a_product_from_a_late_sum() -> None:
     graph = summed(1, 7, 7)
-    keep_products_early(graph)
+    rewritten(keep_products_early, graph)
     assert names(graph) == ["mm_default", "sin_default", "mm_default_apart", "add_tensor"]
     x = torch.randn(3, 3)
     assert torch.equal(fx.GraphModule(nn.Module(), graph)(x), x @ x + x.sin())
@@ -45,7 +46,7 @@ def test_loop_without_effect_separates_a_product_from_a_late_sum() -> None:
 def test_product_and_sum_of_one_moment_are_left_alone() -> None:
     for slots in ((7, 1, 7), (7, 7, 7)):
         graph = summed(*slots)
-        keep_products_early(graph)
+        rewritten(keep_products_early, graph)
         assert names(graph) == ["mm_default", "sin_default", "add_tensor"]
 
 
@@ -75,7 +76,7 @@ def test_gradient_of_scores_is_not_held_to_the_end_of_backward(monkeypatch: pyte
         torch._dynamo.reset()
         seen: list[Any] = []
         with monkeypatch.context() as patch:
-            patch.setattr("remat.compiled.partitioner.Partitioner.check", lambda _, half: seen.append(_orders(half)))
+            patch.setattr("remat.compiled.kernel_check.KernelCheck.check", lambda _, half: seen.append(_orders(half)))
             compiled = torch.compile(model, backend="remat", options={"memory_budget": 0.9})
             model.zero_grad()
             compiled(tokens).backward()
@@ -85,7 +86,7 @@ def test_gradient_of_scores_is_not_held_to_the_end_of_backward(monkeypatch: pyte
         return peak, max(k for k, makes in enumerate(backward) if makes == (600, 16)) / len(backward)
 
     _, place = last_reader_of_scores()
-    monkeypatch.setattr(partition, "keep_products_early", lambda graph: None)
+    monkeypatch.setattr(partition, "keep_products_early", lambda halves: halves)
     _, late = last_reader_of_scores()
     assert place < 0.5 < late
 

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import remat
-from remat.compiled.collecting import collected
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.peaks import peak_terms
 from remat.passes.memory.schedule import Schedule, schedule_backward
@@ -24,7 +23,8 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.expressions import evaluate
 from remat.passes.sizes.symbols import Sizes
-from remat.report.observe.counting import activation_peak
+from remat.report.data.collecting import collected
+from remat.report.observed.counting import activation_peak
 
 
 def schedules(found: FlowProblem, rng: random.Random) -> list[Schedule]:

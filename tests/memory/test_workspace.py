@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import remat
 from remat.passes.memory.workspace import ATTENTION, ATTENTION_BACKWARD, _queries_per_block, workspace_of
 from remat.passes.sizes.symbols import Sizes
-from remat.report.observe.counting import activation_peak
+from remat.report.observed.counting import activation_peak
 
 LENGTHS = [(16, 16), (100, 100), (200, 200), (768, 768), (300, 1024), (1024, 300)]
 

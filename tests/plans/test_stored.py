@@ -18,7 +18,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
-from remat.compiled.collecting import collected
 from remat.compiled.options import Options
 from remat.passes.budgets.budget import RegionShare
 from remat.passes.pipeline import choose, prepare
@@ -26,6 +25,7 @@ from remat.passes.plans.plan import Action, Plan
 from remat.passes.plans.request import Prepared, Request
 from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch
+from remat.report.data.collecting import collected
 
 Data = dict[str, Any]
 Keys = tuple[str | int, ...]

@@ -15,12 +15,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import remat
 from remat.compiled.calibration import Profile
-from remat.compiled.collecting import collected
 from remat.passes.prices.cost import Callback, CostModel, Flops, Machine, Roofline, price
 from remat.passes.prices.op_call import UNKNOWN_USE, call_of
 from remat.passes.ranges.price_expressions import Price, Prices, general_prices, total_of, total_text
 from remat.passes.sizes.expressions import evaluate_real
 from remat.passes.sizes.symbols import Sizes
+from remat.report.data.collecting import collected
 
 MACHINES = {"cpu": Machine(flops_per_second=2.0**36, bytes_per_second=3.7e9)}
 MODELS = {

@@ -21,7 +21,6 @@ from torch import nn
 
 import remat
 from remat.cli.main import main
-from remat.compiled.collecting import collected
 from remat.passes.budgets.budget import Budget
 from remat.passes.memory.simulate import Simulator
 from remat.passes.pipeline import choose, prepare
@@ -36,7 +35,8 @@ from remat.passes.search.ladder import NUM_CUTS
 from remat.passes.search.planner import Planner
 from remat.passes.shared.readable import size
 from remat.passes.sizes.expressions import is_true, rounded
-from remat.report.observe.counting import activation_peak
+from remat.report.data.collecting import collected
+from remat.report.observed.counting import activation_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_budget=")
 

@@ -10,7 +10,7 @@ import torch
 from support.two_processes import HIT, MISS, Lookup, run_in_two_processes
 
 from remat.regions.carrier import operator_name
-from remat.regions.region import RegionOptions
+from remat.regions.region_options import RegionOptions
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from support.reported import Plain, Stack
 from torch import nn
 
 import remat
-from remat.report.observe.counting import MemoryEvent, MemoryLog, activation_peak, alive_at_peak
+from remat.report.observed.counting import MemoryEvent, MemoryLog, activation_peak, alive_at_peak
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:

@@ -25,10 +25,9 @@ import remat
 from remat.compiled.capture import capture
 from remat.compiled.partitioner import partitioner
 from remat.passes.graph.constraints import Reason
-from remat.passes.pipeline import prepare, split
-from remat.passes.plans.write_plan import choose_plan
+from remat.passes.pipeline import run
 from remat.report.data.model import GraphReport, short_source, size
-from remat.report.data.record import report_graph
+from remat.report.data.record import Reporter
 from remat.report.data.stored import SCHEMA
 
 Golden = Callable[[str, str], None]
@@ -169,10 +168,9 @@ def reported_and_saved(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     found = []
 
     def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Any:
-        prepared = prepare(joint, request, num_fwd_outputs=num_fwd_outputs)
-        chosen = choose_plan(prepared.problem, prepared.storages, request.budget, request.key)
-        graph = report_graph(prepared, chosen)
-        halves = split(prepared, chosen)
+        reporter = Reporter(request)
+        halves = run(joint, request, reporter, num_fwd_outputs=num_fwd_outputs)
+        (graph,) = reporter.graphs
         (outputs,) = halves.forward.graph.output_node().args
         handed = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node) and n.op == "call_function"]
         found.append((graph, [n for n in handed if isinstance(n.meta["val"], torch.Tensor)]))

@@ -15,7 +15,7 @@ from remat.passes.pipeline import prepare
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
-from remat.report.observe.counting import activation_peak
+from remat.report.observed.counting import activation_peak
 
 Step = Callable[[], torch.Tensor]
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from support.joints import capture
 from torch import nn
 
 import remat
-from remat.passes.pipeline import partition
+from remat.passes.pipeline import run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
-from remat.report.observe.counting import activation_peak
+from remat.report.observed.counting import activation_peak
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOSSES = [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss]
@@ -59,7 +59,7 @@ def test_no_loss_keeps_more_alive_than_a_number(loss: Any, reduction: str, budge
 
 def test_loss_of_each_element_is_left_alone() -> None:
     joint = capture(lambda x, w: F.mse_loss(x @ w, x, reduction="none").sum(), *_matrices())
-    halves = partition(joint.module, Request(Roofline(), overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
+    halves = run(joint.module, Request(Roofline(), overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
     assert torch.ops.aten.clone.default not in [node.target for node in halves.forward.graph.nodes]
 
 

@@ -14,8 +14,8 @@ import torch
 import torch._dynamo
 
 import remat
-from remat.compiled.collecting import collected
-from remat.report.observe.counting import activation_peak
+from remat.report.data.collecting import collected
+from remat.report.observed.counting import activation_peak
 
 MODELS = ("llama", "bert", "t5", "mixtral")
 

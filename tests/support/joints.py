@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from remat.passes.graph.constraints import Constraints, find_constraints
 from remat.passes.graph.joint_graph import JointGraph
+from remat.passes.write.halves import Halves, Rewrite
 
 
 class Captured(Exception):
@@ -62,3 +63,10 @@ def named(graph: JointGraph, op: str, which: int = 0) -> int:
         if node.op == "call_function" and str(node.target).split(".")[1:2] == [op]
     ]
     return found[which]
+
+
+def rewritten(rewrite: Rewrite, graph: fx.Graph) -> None:
+    """Apply a rewrite of finished graphs to one graph, as if it were a backward."""
+    empty = fx.Graph()
+    empty.output(())
+    rewrite(Halves(fx.GraphModule({}, empty), fx.GraphModule({}, graph), num_fwd_outputs=0))

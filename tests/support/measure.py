@@ -1,6 +1,6 @@
 """Measure what a training step really costs: the bytes it holds at its worst moment, and its time.
 
-**Memory** is counted by `remat.report.observe.counting`, which says what counts.
+**Memory** is counted by `remat.report.observed.counting`, which says what counts.
 
 **Time.** Only ratios of steps interleaved in one process mean anything on a shared machine: every round runs every
 step once, in rotating order, so that a slow moment hits all of them.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat.report.observe.counting import (
+from remat.report.observed.counting import (
     MemoryEvent,
     MemoryLog,
     Peak,

@@ -14,13 +14,13 @@ from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.moments import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
-from remat.passes.pipeline import Partitioned, partition
+from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.plan import Action, Plan
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.extract import _copied_into, extract
-from remat.passes.write.verify import verify_extracted
+from remat.passes.write.verify import verify, verify_runs
 
 FREE = Callback(function=lambda call: 0.0)
 RUINOUS = Callback(function=lambda call: 1e6)
@@ -37,7 +37,7 @@ def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def split(joint: Joint, cost_model: Callback) -> Partitioned:
-    return partition(joint.module, Request(cost_model), num_fwd_outputs=joint.num_fwd_outputs)
+    return run(joint.module, Request(cost_model), num_fwd_outputs=joint.num_fwd_outputs)
 
 
 def count(module: fx.GraphModule, op: str) -> int:
@@ -140,7 +140,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 def test_more_forward_outputs_than_outputs_are_refused() -> None:
     joint = capture(layers, tensor(4, 8), tensor(8, 8))
     with pytest.raises(ValueError, match=r"num_fwd_outputs=9, but the joint graph has 3 outputs"):
-        partition(joint.module, Request(FREE), num_fwd_outputs=9)
+        run(joint.module, Request(FREE), num_fwd_outputs=9)
 
 
 def test_decision_has_source_and_module() -> None:
@@ -188,7 +188,7 @@ def planned():
 def test_sound_schedule_passes(planned) -> None:
     graph, constraints, schedule = planned
     verify_schedule(graph, constraints, schedule)
-    verify_extracted(graph, extract(graph, constraints, schedule))
+    verify(graph, extract(graph, constraints, schedule))
 
 
 def test_node_before_its_input_is_refused(planned) -> None:
@@ -229,11 +229,4 @@ def test_plain_random_op_in_backward_is_refused(planned) -> None:
     node.meta[COPY_TAG] = "made_up"
     node.target = torch.ops.aten.rand_like.default
     with pytest.raises(VerificationError, match="which may run only once"):
-        verify_extracted(graph, parts)
-
-
-def test_graphs_that_do_not_fit_together_are_refused(planned) -> None:
-    graph, constraints, schedule = planned
-    parts = extract(graph, constraints, schedule)
-    with pytest.raises(VerificationError, match="forward returns"):
-        verify_extracted(graph, dataclasses.replace(parts, num_saved=parts.num_saved + 1))
+        verify_runs(graph, parts)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from ...passes.plans.keeping import Runs
 from ...passes.plans.plan import Action, Decision, Plan
@@ -164,3 +165,32 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class Drawing(Protocol):
+    """A frontier of time and peak, as far as reports need to know it."""
+
+    def to_svg(self) -> str:
+        """A picture of it."""
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Every decision of every joint graph of a function."""
+
+    graphs: tuple[GraphReport, ...]
+    """In the order in which they were traced."""
+    function: str = ""
+    graph_breaks: tuple[str, ...] = ()
+    """Why there are several graphs, each with its line; empty if the function is one graph."""
+    versions: dict[str, str] = field(default_factory=dict)
+    pareto: Drawing | None = None
+    """The frontier of time and peak, if it was computed: it is drawn into the page."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each graph: what `options={"plan": ...}` takes."""
+        return tuple(graph.plan for graph in self.graphs)

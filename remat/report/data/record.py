@@ -13,12 +13,26 @@ from ...passes.graph.constraints import Constraint
 from ...passes.graph.joint_graph import JointGraph, describe_value
 from ...passes.graph.region_tag import region_fields
 from ...passes.memory.simulate import Simulation, simulate
+from ...passes.pipeline import Observer
 from ...passes.plans.plan import source_line
-from ...passes.plans.request import Prepared
+from ...passes.plans.request import Prepared, Request
 from ...passes.plans.write_plan import Chosen
 from ...passes.prices.cost import TICKS_PER_SECOND
+from ...passes.ranges.validity import with_ranges
 from ...passes.shared.module_path import path_of_node
 from .model import Alive, GraphReport, NodeRow, Timeline
+
+
+class Reporter(Observer):
+    """Writes down each graph that is planned, with the sizes for which its plan holds."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.graphs: list[GraphReport] = []
+
+    def see(self, prepared: Prepared, chosen: Chosen) -> None:
+        """Write down one graph."""
+        self.graphs.append(report_graph(prepared, with_ranges(prepared, chosen, self.request)))
 
 
 def report_graph(prepared: Prepared, chosen: Chosen) -> GraphReport:

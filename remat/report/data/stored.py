@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from ...passes.plans.plan import Plan
-from ..frontier.frontier import Pareto
-from ..report import Report
-from .model import Alive, GraphReport, NodeRow, Timeline
+from .model import Alive, Drawing, GraphReport, NodeRow, ReportData, Timeline
 
 FORMAT = 1
 """Version of the JSON form; a reader refuses what it does not know."""
@@ -20,7 +18,7 @@ KIND = "remat report"
 SCHEMA = Path(__file__).with_name("schema.json")
 
 
-def to_json(report: Report) -> str:
+def to_json(report: ReportData) -> str:
     """Everything as JSON text; nodes, decisions and stretches of memory take a line each, fit for diffs."""
     head = {
         "format": FORMAT,
@@ -56,8 +54,8 @@ def _rows(texts: Iterator[str]) -> str:
     return "[\n" + ",\n".join(texts) + "\n]"
 
 
-def from_json(text: str) -> Report:
-    """Read what `to_json` wrote; the graphs that a report draws from must name nodes that they have."""
+def from_json(text: str, read_frontier: Callable[[str], Drawing]) -> dict[str, Any]:
+    """Read what `to_json` wrote, as the fields of a report; graphs must name nodes that they have."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -70,8 +68,14 @@ def from_json(text: str) -> Report:
         graphs = tuple(_graph(graph) for graph in data["graphs"])
         breaks = tuple(str(reason) for reason in data["graph_breaks"])
         versions = {str(k): str(v) for k, v in data["versions"].items()}
-        pareto = Pareto.from_json(json.dumps(data["pareto"])) if "pareto" in data else None
-        return Report(graphs, str(data["function"]), breaks, versions, pareto)
+        pareto = read_frontier(json.dumps(data["pareto"])) if "pareto" in data else None
+        return {
+            "graphs": graphs,
+            "function": str(data["function"]),
+            "graph_breaks": breaks,
+            "versions": versions,
+            "pareto": pareto,
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"this report is damaged: {error}") from error
 

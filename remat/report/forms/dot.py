@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ..data.groups import Arrow, Box, arrows_of, boxes_of
-from ..data.model import GraphReport, printable, size
-
-if TYPE_CHECKING:
-    from ..report import Report
+from ..data.model import GraphReport, ReportData, printable, size
 
 COLOURS = {"saved": "#9ec5fe", "recomputed": "#ffd59e", "offloaded": "#d0b3ff", "": "#eeeeee"}
 
 
-def dot(report: Report) -> str:
+def dot(report: ReportData) -> str:
     """One digraph; each joint graph is a cluster with a cluster for each of its halves, regions inside."""
     lines = [
         "digraph remat {",

@@ -14,20 +14,17 @@ from dataclasses import asdict
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...passes.plans.sizes import general_text, size_lines
-from ..data.model import GraphReport, printable
+from ..data.model import GraphReport, ReportData, printable
 from .svg import svg
-
-if TYPE_CHECKING:
-    from ..report import Report
 
 KINDS = ("saved", "recomputed", "other")
 """What memory is there for, in the order in which the timeline stacks it."""
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """A whole page."""
     script, style = _asset("page.js"), _asset("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -47,7 +44,7 @@ def page(report: Report) -> str:
     )
 
 
-def notebook_cell(report: Report) -> str:
+def notebook_cell(report: ReportData) -> str:
     """The page in a frame of its own, which nothing in a notebook can reach and which reaches nothing."""
     source = escape(page(report), quote=True)
     return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:720px;border:0"></iframe>'
@@ -64,7 +61,7 @@ def _embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: ReportData) -> dict[str, Any]:
     return {
         "function": report.function,
         "versions": report.versions,

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from ..data.groups import Arrow, Box, arrows_of, boxes_of
-from ..data.model import GraphReport, printable, size
+from ..data.model import GraphReport, ReportData, printable, size
 from .dot import line_width
-
-if TYPE_CHECKING:
-    from ..report import Report
 
 ROW, BOX_WIDTH, BOX_HEIGHT = 28, 330, 22
 LEFT, GAP, TOP = 120, 240, 64
@@ -43,7 +39,7 @@ STYLE = """
 """
 
 
-def svg(report: Report) -> str:
+def svg(report: ReportData) -> str:
     """All graphs, one below the other."""
     parts, top = [], 0
     for number, graph in enumerate(report.graphs):

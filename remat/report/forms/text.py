@@ -7,14 +7,10 @@ or where the dump was written: dumps can be compared line by line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...passes.plans.plan import Decision
 from ...passes.plans.sizes import general_text, size_lines
-from ..data.model import GraphReport, NodeRow, duration, printable, short_source, size
-
-if TYPE_CHECKING:
-    from ..report import Report
+from ..data.model import GraphReport, NodeRow, ReportData, duration, printable, short_source, size
 
 NUM_LARGEST = 10
 WIDTH = 100
@@ -23,7 +19,7 @@ CODE_WIDTH = 64
 """Where the decision of a line begins, if its code is not longer."""
 
 
-def summary(report: Report) -> str:
+def summary(report: ReportData) -> str:
     """A screen of text: totals, peak and largest values of every graph."""
     parts = ["\n".join(_graph_summary(report, number)) for number in range(len(report.graphs))]
     if report.graph_breaks:
@@ -32,7 +28,7 @@ def summary(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def dump(report: Report) -> str:
+def dump(report: ReportData) -> str:
     """The summary, then every graph line by line."""
     parts = [summary(report)]
     for number, graph in enumerate(report.graphs):
@@ -40,7 +36,7 @@ def dump(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _graph_summary(report: Report, number: int) -> Iterator[str]:
+def _graph_summary(report: ReportData, number: int) -> Iterator[str]:
     graph = report.graphs[number]
     plan = graph.plan
     title = f"{report.function}: " if report.function else ""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from ...cli.asked import check_call
+from ...compiled.asked import check_call
 from ...compiled.capture import Captured, Split, capture
 from ...compiled.options import Options
 from ...compiled.partitioner import Partitioner
@@ -29,10 +29,10 @@ from ...passes.budgets.regions import Found, choose_within_shares
 from ...passes.memory.legal import verify_schedule
 from ...passes.memory.shares import Shares
 from ...passes.memory.storage import Storages
-from ...passes.pipeline import prepare, split
+from ...passes.pipeline import Observer, run
 from ...passes.plans.plan import Plan
-from ...passes.plans.request import Request
-from ...passes.plans.write_plan import write_plan
+from ...passes.plans.request import Prepared
+from ...passes.plans.write_plan import Chosen, write_plan
 from ...passes.prices.cost import TICKS_PER_SECOND
 from ...passes.search.planner import Offer, Planner
 from ...passes.search.problem import FlowProblem
@@ -248,27 +248,34 @@ def pareto(
     if isinstance(num_budgets, bool) or not isinstance(num_budgets, int) or num_budgets < 1:
         raise OptionError(f"num_budgets={num_budgets!r}: expected a whole number from 1")
     options = Options.parse({"inner": inner, "cost_model": cost_model})
-    request = Partitioner(options).request
-    found: list[Frontier] = []
+    request = replace(Partitioner(options).request, budget=ANY_BUDGET)
     with Progress(sys.stderr.isatty() if progress is None else progress, "pareto") as say:
+        explorer = _Explorer(num_budgets, request.key, say)
 
         def visit(joint: fx.GraphModule, num_fwd_outputs: int) -> Split:
-            frontier, split = _plan_graph(joint, num_fwd_outputs, request, num_budgets, say)
-            found.append(frontier)
-            return split
+            halves = run(joint, request, explorer, num_fwd_outputs=num_fwd_outputs)
+            return halves.forward, halves.backward
 
         say("tracing")
         captured = capture(function, args, kwargs, visit, fuses=options.fuses)
-    if not found:
+    if not explorer.found:
         raise RematError(_nothing_to_plan(function, captured))
-    return Pareto(tuple(found), "; ".join(captured.graph_breaks))
+    return Pareto(tuple(explorer.found), "; ".join(captured.graph_breaks))
 
 
-def _plan_graph(
-    joint: fx.GraphModule, num_fwd_outputs: int, request: Request, num_budgets: int, say: Say
-) -> tuple[Frontier, Split]:
-    """Find the frontier of one joint graph, and split it by its fastest plan so that tracing can go on."""
-    prepared = prepare(joint, replace(request, budget=ANY_BUDGET), num_fwd_outputs=num_fwd_outputs)
+class _Explorer(Observer):
+    """Finds the frontier of each joint graph that is planned."""
+
+    def __init__(self, num_budgets: int, key: str, say: Say) -> None:
+        self.num_budgets, self.key, self.say = num_budgets, key, say
+        self.found: list[Frontier] = []
+
+    def see(self, prepared: Prepared, chosen: Chosen) -> None:  # noqa: ARG002 (every plan is asked for here)
+        """Plan one graph for ever smaller budgets."""
+        self.found.append(_frontier_of(prepared, self.num_budgets, self.key, self.say))
+
+
+def _frontier_of(prepared: Prepared, num_budgets: int, key: str, say: Say) -> Frontier:
     problem, storages = prepared.problem, prepared.storages
     planner = Planner(problem, storages)
     whole = planner.without_recompute.peak_bytes
@@ -279,11 +286,10 @@ def _plan_graph(
     for offer in found:
         verify_schedule(problem.graph, problem.constraints, offer.schedule)
         picked = Picked(offer, offer.peak_bytes, whole, asks.shares_of(offer))
-        chosen = write_plan(problem, storages, picked, request.key)
+        chosen = write_plan(problem, storages, picked, key)
         extra_ticks = offer.extra_ticks - found[0].extra_ticks
         points.append(Point(offer.peak_bytes, extra_ticks / TICKS_PER_SECOND, chosen.plan))
-    halves = split(prepared, write_plan(problem, storages, Picked(found[0]), request.key))
-    return Frontier(tuple(points), whole, len(problem.graph.nodes)), (halves.forward, halves.backward)
+    return Frontier(tuple(points), whole, len(problem.graph.nodes))
 
 
 @dataclass(frozen=True, slots=True)

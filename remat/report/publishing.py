@@ -9,11 +9,38 @@ from pathlib import Path
 
 import torch.distributed
 
-from ...compiled.collecting import collect
-from ..report import Report, versions
-from .model import GraphReport
+from ..compiled.options import Options
+from ..passes.plans.request import Prepared, Request
+from ..passes.plans.write_plan import Chosen
+from ..passes.ranges.validity import with_ranges
+from .data.collecting import collect, is_collecting
+from .data.model import GraphReport
+from .data.record import report_graph
+from .report import Report, versions
 
 _numbers = itertools.count()
+
+
+class Publisher:
+    """Writes down what is planned while something compiles, for who asked for it by an option or by collecting."""
+
+    def __init__(self, options: Options) -> None:
+        self.folder, self.logs = options.dump, options.logs
+        self.seen: list[GraphReport] = []
+
+    @property
+    def is_watching(self) -> bool:
+        """Somebody wants to know what is planned."""
+        return self.folder is not None or bool(self.logs) or is_collecting()
+
+    def see(self, prepared: Prepared, chosen: Chosen, request: Request) -> None:
+        """Write a graph down."""
+        self.seen.append(report_graph(prepared, with_ranges(prepared, chosen, request)))
+
+    def publish(self) -> None:
+        """Hand out what was written down."""
+        while self.seen:
+            publish(self.seen.pop(0), folder=self.folder, logs=self.logs)
 
 
 def publish(graph: GraphReport, *, folder: str | None, logs: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..report.data.model import GraphReport
+    from .model import GraphReport
 
 _collectors: list[list[GraphReport]] = []
 

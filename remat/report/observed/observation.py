@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ...compiled.collecting import collected
 from ...eager.selective.naming import watched_names
 from ...eager.selective.user_code import is_user_code
 from ...eager.types.execution import is_recomputing, local
 from ...passes.plans.plan import Plan
 from ...passes.shared.errors import OptionError
+from ..data.collecting import collected
 from ..data.model import GraphReport, NodeRow, printable, short_source, size
 from ..report import Report
 from .counting import (
