@@ -176,7 +176,7 @@ class TestCompiled:
         return MUST_RECOMPUTE if op.namespace == "_c10d_functional" else PREFER_RECOMPUTE
 
     def test_must_recompute_of_a_collective_is_refused(self, x):
-        expected = r"of region reduced at .*test_eager_collectives.py:\d+ says MUST_RECOMPUTE for `all_reduce`"
+        expected = r"of region reduced at .*test_collectives.py:\d+ says MUST_RECOMPUTE for `all_reduce`"
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=expected):
             self.compiled(self.insist)(x)
 
