@@ -6,7 +6,6 @@ work on any FX graph without them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -24,18 +23,11 @@ from torch import _ops
 from torch._C import (
     DispatchKey,
     DispatchKeySet,
-    _dispatch_get_all_op_names,
-    _dispatch_has_kernel_for_dispatch_key,
     _dispatch_key_parse,
-    _dispatch_keyset_full_after,
     _dispatch_tls_is_dispatch_key_excluded,
-    _dispatch_tls_is_dispatch_key_included,
     _dispatch_tls_set_dispatch_key_excluded,
-    _dispatch_tls_set_dispatch_key_included,
     _ExcludeDispatchKeyGuard,
     _get_dispatch_mode,
-    _get_operation_overload,
-    _get_schema,
     _IncludeDispatchKeyGuard,
     _len_torch_dispatch_stack,
     _pop_torch_dispatch_stack,
@@ -131,9 +123,7 @@ __all__ = [
     "SavedTensor",
     "TangentAOTInput",
     "TorchDispatchMode",
-    "accepts_numbers_for_tensors",
     "alias_of",
-    "all_op_names",
     "compiled_code_key",
     "constant_in_graphs",
     "current_graph_task_id",
@@ -151,26 +141,16 @@ __all__ = [
     "inductor_mode_options",
     "inductor_option_names",
     "is_any_autocast_enabled",
-    "is_autograd_off",
-    "is_below_autograd",
-    "is_composite",
-    "is_composite_name",
     "is_faking",
     "is_full_backward",
-    "is_leaf_somewhere",
     "is_registered_as_effectful",
     "is_sym_node",
     "is_symbol_binding_fx_node",
     "is_tracing",
     "is_tracing_proxies",
-    "is_unwatched",
-    "is_watching_ops",
     "len_torch_function_stack",
     "make_saved_tensor",
-    "may_change_or_draw",
     "next_region_number",
-    "num_higher_order_ops",
-    "num_op_definitions",
     "peek_functorch_stack",
     "pop_mode",
     "pop_saved_tensors_hooks",
@@ -178,16 +158,12 @@ __all__ = [
     "push_saved_tensors_hooks",
     "queue_after_backward",
     "redirect_compiled_code_to",
-    "redispatch_watched_higher_order_op",
-    "redispatch_watched_op",
     "run_and_save_rng_state",
     "run_uncompiled",
     "run_with_rng_state",
     "set_grad_enabled",
     "set_graph_exec_group",
-    "set_unwatched",
     "set_versions",
-    "set_watching_ops",
     "skip_code",
     "targets_of_wrap_policy",
     "top_saved_tensors_hooks",
@@ -200,8 +176,6 @@ __all__ = [
     "tree_map",
     "unwatched_collectives",
     "watch_collectives",
-    "watch_higher_order_ops",
-    "watch_op",
     "watched_collectives",
     "without_modes",
 ]
@@ -646,7 +620,7 @@ def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> 
     fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, _WATCH_KEY_NAME)
     _watch_libraries.append(fallback)
-    let_higher_order_ops_pass(_dispatch_key_parse(_WATCH_KEY_NAME))
+    _let_higher_order_ops_pass(_dispatch_key_parse(_WATCH_KEY_NAME))
     wanted = frozenset(namespaces)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -658,6 +632,13 @@ def watch_collectives(namespaces: Iterable[str], kernel: Callable[..., Any]) -> 
             _watch_libraries.append(library)
 
 
+def _let_higher_order_ops_pass(key: DispatchKey) -> None:
+    """Let ops of higher order, those that are still to come included, take no notice of a dispatch key."""
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for op in _ops._higher_order_ops.values():
+        op.fallthrough(key)  # type: ignore[no-untyped-call]
+
+
 def watched_collectives() -> AbstractContextManager[Any]:
     """Hand collectives to the kernel that watches them, on this thread."""
     return _IncludeDispatchKeyGuard(_dispatch_key_parse(_WATCH_KEY_NAME))
@@ -666,123 +647,6 @@ def watched_collectives() -> AbstractContextManager[Any]:
 def unwatched_collectives() -> AbstractContextManager[Any]:
     """Run collectives as they are."""
     return _ExcludeDispatchKeyGuard(DispatchKeySet(_dispatch_key_parse(_WATCH_KEY_NAME)))
-
-
-# -------------------------------------------------------------------------------------------------- ops of regions
-
-_OP_WATCH_KEY_NAME = "TESTING_ONLY_GenericWrapper"  # another one that torch leaves alone, above autograd
-_OP_WATCH_KEY = _dispatch_key_parse(_OP_WATCH_KEY_NAME)
-_BELOW_OP_WATCH = _dispatch_keyset_full_after(_OP_WATCH_KEY)
-_AUTOGRAD = DispatchKey.AutogradOther  # switched off together with autograd's other keys
-
-
-def all_op_names() -> list[str]:
-    """The names of all ops there are by now: `aten::mm`, `aten::add.Tensor`."""
-    return _dispatch_get_all_op_names()
-
-
-def num_op_definitions() -> int:
-    """A number that grows when somebody may have defined ops."""
-    return len(sys.modules) + len(torch.library._defs) + len(_ops._higher_order_ops)
-
-
-def is_composite(op: OpOverload[..., Any]) -> bool:
-    """True for an op that is made of others, which autograd sees in its place."""
-    return op._can_decompose()
-
-
-def accepts_numbers_for_tensors(op: Any) -> bool:
-    """True for an op that may be called from Python with numbers that stand for tensors; also where none can."""
-    return not isinstance(op, OpOverload) or torch._C._should_allow_numbers_as_tensors(op.__name__.partition(".")[0])
-
-
-def is_composite_name(name: str) -> bool:
-    """The same, by name."""
-    return _dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-
-
-def is_leaf_somewhere(name: str) -> bool:
-    """True for an op that has a kernel of its own on a backend which autograd hands such ops to."""
-    return _dispatch_has_kernel_for_dispatch_key(name, "MPS")
-
-
-def may_change_or_draw(name: str) -> bool:
-    """True for an op that writes to its arguments or draws random numbers."""
-    name, _, overload = name.partition(".")
-    if _get_schema(name, overload).is_mutable:
-        return True
-    return torch.Tag.nondeterministic_seeded in _get_operation_overload(name, overload)[2]
-
-
-@cache
-def _op_watch_library(namespace: str) -> Any:
-    """A library to register kernels with, which last as long as it does."""
-    if namespace != "_":
-        return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-    library.fallback(torch.library.fallthrough_kernel, _OP_WATCH_KEY_NAME)
-    let_higher_order_ops_pass(_OP_WATCH_KEY)
-    return library
-
-
-def watch_op(name: str, kernel: Callable[..., Any]) -> None:
-    """Have `kernel(keyset, *args, **kwargs)` called instead of an op, where ops are watched."""
-    namespace, _, rest = name.partition("::")
-    _op_watch_library("_")
-    _op_watch_library(namespace).impl(rest, kernel, _OP_WATCH_KEY_NAME, with_keyset=True)
-
-
-def let_higher_order_ops_pass(key: DispatchKey) -> None:
-    """Let ops of higher order, those that are still to come included, take no notice of a dispatch key."""
-    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
-    for op in _ops._higher_order_ops.values():
-        op.fallthrough(key)  # type: ignore[no-untyped-call]
-
-
-def num_higher_order_ops() -> int:
-    """How many ops of higher order there are by now."""
-    return len(_ops._higher_order_ops)
-
-
-def watch_higher_order_ops(first: int, kernel: Callable[..., Any]) -> None:
-    """Have `kernel(op, *args, **kwargs)` called instead of ops of higher order, from the `first` on."""
-    for op in islice(list(_ops._higher_order_ops.values()), first, None):
-        op.non_fallthrough_keys = op.non_fallthrough_keys.add(_OP_WATCH_KEY)
-        op.py_impl(_OP_WATCH_KEY)(partial(kernel, op))
-
-
-# These are called for every op that is watched. A `partial` is quicker than a function of Python's.
-is_watching_ops: Callable[[], bool] = partial(_dispatch_tls_is_dispatch_key_included, _OP_WATCH_KEY)
-"""Whether ops are watched on this thread."""
-
-set_watching_ops: Callable[[bool], None] = partial(_dispatch_tls_set_dispatch_key_included, _OP_WATCH_KEY)
-"""Watch ops on this thread, or no longer."""
-
-is_unwatched: Callable[[], bool] = partial(_dispatch_tls_is_dispatch_key_excluded, _OP_WATCH_KEY)
-"""Whether this is inside of an op that was watched."""
-
-set_unwatched: Callable[[bool], None] = partial(_dispatch_tls_set_dispatch_key_excluded, _OP_WATCH_KEY)
-"""Have no ops watched on this thread for a while, or no longer so."""
-
-
-is_autograd_off: Callable[[], bool] = partial(_dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD)
-"""Whether autograd is switched off: inside of an op's kernel, in functions that make tensors, and in inference mode."""
-
-
-def is_below_autograd() -> bool:
-    """True inside of an op's kernel: what that calls, no dispatch mode would see."""
-    return is_autograd_off() and not torch.is_inference_mode_enabled()
-
-
-def redispatch_watched_op(keyset: DispatchKeySet, op: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:
-    """Go on with a watched op as if it were none, so that ops which it is made of are watched in turn."""
-    return op.redispatch(keyset & _BELOW_OP_WATCH, *args, **kwargs)
-
-
-def redispatch_watched_higher_order_op(op: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-    """The same for an op of higher order."""
-    keyset = _ops._compute_keyset(args, kwargs, op.non_fallthrough_keys & _BELOW_OP_WATCH)  # type: ignore[no-untyped-call]
-    return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # -------------------------------------------------------------------------------------------------- ranks

@@ -59,14 +59,11 @@ class SelectiveCheckpointContext:
         self._module = path
 
 
-class KnownAnswers(dict[int, bool]):
-    """What an engine has learnt about policies that answer by the op alone, and all alike.
+KnownAnswers = dict[int, bool]
+"""What an engine has learnt about policies that answer by the op alone, and all alike.
 
-    By identity of an op that needs no care of the engine's: whether it is saved.
-    """
-
-    handled: Any = None
-    """Which ops the eager engine must see; its own business."""
+By identity of an op that needs no care of the engine's: whether it is saved.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,19 +71,12 @@ class SaveOps:
     """Save the outputs of some ops and recompute all others."""
 
     ops: frozenset[Any]
-    known: KnownAnswers = field(default_factory=KnownAnswers, compare=False, repr=False)
+    known: KnownAnswers = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def reads_names(self) -> bool:
         """False: what a value is called makes no difference."""
         return False
-
-    @property
-    def saved_names(self) -> frozenset[str] | None:
-        """The names of the ops that are saved; a packet's stands for all its overloads."""
-        overloads = [op._name for op in self.ops if isinstance(op, OpOverload)]
-        packets = [op._qualified_op_name for op in self.ops if isinstance(op, OpOverloadPacket)]
-        return frozenset([*overloads, *packets])
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG002
         """Answer for one op; everything but the op itself is ignored."""

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.module_path import current_module_path, ends_match
 from remat.passes.shared.name_op import name_op
-from remat.passes.shared.op_facts import MATMULS, facts_of, is_matmul
+from remat.passes.shared.op_facts import facts_of, is_matmul
 from remat.passes.shared.policy import (
     CheckpointPolicy,
     KnownAnswers,
@@ -79,7 +79,7 @@ def _known_answers(kind: str) -> KnownAnswers:
     """Return one table for all policies that say the same."""
     found = _known_by_op.get(kind)
     if found is None:
-        found = _known_by_op[kind] = KnownAnswers()
+        found = _known_by_op[kind] = {}
     return found
 
 
@@ -113,11 +113,6 @@ class _ByOp(_ReadyMade):
         """Filled by the engine."""
         return _known_answers(type(self).__name__)
 
-    @property
-    def saved_names(self) -> frozenset[str] | None:
-        """The names of the ops that it saves, every overload of each; None where these are most ops."""
-        return None
-
     def answer_for(self, op: Any) -> CheckpointPolicy:
         """Answer from the op alone."""
         return self(None, op)
@@ -140,10 +135,6 @@ class _RecomputeAll(_ByOp):
     def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
         return _PREFER_RECOMPUTE
 
-    @property
-    def saved_names(self) -> frozenset[str] | None:
-        return frozenset()
-
     def __repr__(self) -> str:
         return "recompute_all()"
 
@@ -152,10 +143,6 @@ class _RecomputeAll(_ByOp):
 class _SaveMatmuls(_ByOp):
     def opinion(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | None:  # noqa: ARG002
         return _MUST_SAVE if is_matmul(op) and op._schema.name not in _NOT_MATMULS else None
-
-    @property
-    def saved_names(self) -> frozenset[str] | None:
-        return MATMULS - _NOT_MATMULS
 
     def __repr__(self) -> str:
         return "save_matmuls()"

@@ -25,7 +25,6 @@ from torch import is_grad_enabled
 from remat.eager.recompute.determinism import Metadata, MetadataFunction, default_metadata
 from remat.eager.recompute.out_of_memory import advise
 from remat.eager.recompute.rerun import Overwritten, Recomputation, settle
-from remat.eager.selective.op_watch import note_own_hooks
 from remat.eager.state import ambient as ambient_settings
 from remat.eager.state import rng
 from remat.eager.state.arguments import SavedArguments, argument_name, changed_in_place
@@ -367,15 +366,14 @@ def _fresh(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     return recreate() if recreate is not None else context
 
 
-def _make_hooks_known() -> None:
-    """Keep Dynamo from compiling the hooks when compiled code inside a region calls them; tell them from others'."""
+def _keep_compiler_out() -> None:
+    """Keep Dynamo from compiling the hooks when compiled code inside a region calls them."""
     for function in (Frame.hooks, Recomputation._usual_pack_hook, Recomputation._careful_pack_hook):
         for constant in function.__code__.co_consts:
             if isinstance(constant, CodeType):
                 skip_code(constant)
-                note_own_hooks(constant)
     for method in (Frame._unpack, Frame._recompute_for, Frame._recompute, Recomputation.call, Recomputation.unpack):
         skip_code(method.__code__)
 
 
-_make_hooks_known()
+_keep_compiler_out()

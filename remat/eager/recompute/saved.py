@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from remat.eager.offload.copies import Away, offload
-from remat.eager.selective.op_watch import Handled
 from remat.eager.selective.ops import OpFacts
 from remat.eager.state.rng import OpRngState
 from remat.eager.state.state import version_of
@@ -129,10 +128,8 @@ class Store:
         "children",
         "counts",
         "entries",
-        "handled",
         "has_offloaded",
         "kept",
-        "num_kernels",
         "rng_after",
         "rng_before_children",
         "rng_states",
@@ -144,8 +141,6 @@ class Store:
         self.rng_states: dict[OpKey, OpRngState] = {}
         self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
         self.has_offloaded = False
-        self.handled: Handled | None = None  # ops that were counted; None for all
-        self.num_kernels = 0  # of the watch, when the forward began
         self.rng_after: list[OpRngState] = []
         self.rng_before_children: dict[int, list[OpRngState]] = {}
         self.children: dict[int, weakref.ref[Segment]] = {}

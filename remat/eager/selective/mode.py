@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from remat.eager.selective import op_watch
-from remat.eager.selective.op_watch import Handled
 from remat.passes.torch_private import TorchDispatchMode, pop_mode, push_mode
 
 if TYPE_CHECKING:
@@ -18,11 +16,7 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # each is one op
     num_suspensions = 0
-    watched: Handled | None = None  # the ops that this is entered for, one by one; None if it is entered for all
-    num_kernels = 0  # of the watch, when the forward began
-    is_asked_above = False  # whether ops whose result is only kept are told to `run_kept`, from above autograd
     _flags: tuple[bool, bool]
-    _was_watching: bool
 
     def __init__(self) -> None:
         """Do nothing: torch's own sets up only what its `__enter__` needs."""
@@ -33,30 +27,6 @@ class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
         pop_mode(self._flags)
-
-    def enter_for(self, handled: Handled | None, is_again: bool) -> None:
-        """Enter for some ops, one by one, or for all where that cannot be."""
-        was_watching = None if handled is None else op_watch.start(is_again)
-        if was_watching is None:
-            self._flags = push_mode(self)
-        else:
-            self._was_watching, self.watched = was_watching, handled
-
-    def leave(self) -> None:
-        """Undo what `enter_for` did."""
-        if self.watched is None:
-            pop_mode(self._flags)
-        else:
-            self.watched = None
-            op_watch.stop(self._was_watching)
-
-    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op whose result is kept, from above autograd.
-
-        It is counted by the call, and not by what arrives here as a mode: that may be something else or nothing, or
-        the same once more, for autocast, forward-mode derivatives and the like, which work on the way down.
-        """
-        raise NotImplementedError
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

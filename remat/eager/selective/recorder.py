@@ -22,10 +22,8 @@ from remat.eager.recompute.saved import (
     tensors_of,
     without_handles,
 )
-from remat.eager.selective import op_watch
 from remat.eager.selective.makers import Made, Makers
 from remat.eager.selective.mode import SelectiveMode, support_compiled_code
-from remat.eager.selective.op_watch import handled_by
 from remat.eager.selective.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.state.rng import OpRngState
@@ -47,7 +45,6 @@ from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
-    set_unwatched,
     traced_nodes_since,
     traced_nodes_so_far,
     tree_leaves,
@@ -77,8 +74,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
     _views: dict[int, list[OpKey]] | None = None  # saved ones, by the memory that they show
 
     def __init__(self, policy: PolicyFunction, on_mutation: OnMutation) -> None:
-        self.has_fsdp = has_fsdp = may_be_sharded()
-        self.is_asked_above = not has_fsdp  # whose ops are looked at more closely
+        self.has_fsdp = may_be_sharded()
         support_compiled_code()
         self.policy = policy
         self.on_mutation = on_mutation
@@ -97,7 +93,6 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if store is None:
             store = sink.store = Store()
         self._store, self._counts = store, store.counts
-        store.handled = handled_by(self.policy) if type(sink) is Frame else None
         # Who made which value matters only to policies that speak of names, as any function may.
         self._makers = Makers() if getattr(self.policy, "reads_names", True) else None
         return self
@@ -119,15 +114,11 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             self._known = {}  # every op must be tagged, also those whose answer is known from runs without a trace
             self._tags_before = {name: fx_current_meta().get(name) for name in _TAGS}
-        store = self._store
-        assert store is not None
-        self.enter_for(store.handled, is_again=False)
-        store.handled, store.num_kernels = self.watched, op_watch.num_kernels()
-        self.num_kernels = store.num_kernels
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.leave()
+        super().__exit__(*exception)
         if self._tags_before is not None:
             _put_back_tags(self._tags_before)
             self._tags_before = None
@@ -168,19 +159,6 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         if is_tracing_proxies():
             return self._dispatch_traced(func, args, kwargs or {})
         return self._dispatch(func, args, kwargs)
-
-    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, and keep its result."""
-        key = id(op)
-        number = self._counts[key]
-        self._counts[key] = number + 1  # also if it fails: so it does when it runs again
-        set_unwatched(True)
-        try:
-            out = op._op(*args, **kwargs)
-        finally:
-            set_unwatched(False)
-        self._add((key, number), Entry(out, self.on_mutation), out)
-        return out
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = op_facts(func)

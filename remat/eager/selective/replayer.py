@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from typing import Any
 
 from remat.eager.recompute.saved import OffloadedEntry, Store, answer
 from remat.eager.selective.mode import SelectiveMode
-from remat.eager.selective.op_watch import run_unwatched
 from remat.eager.selective.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.user_code import nearest_user_line
@@ -16,17 +14,12 @@ from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import local
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.passes.shared.module_path import current_module_path
-from remat.passes.torch_private import pop_mode, push_mode, set_unwatched
 
 _CAST = id(CAST)
-_NO_LIMITS: dict[Any, int] = {}
-_NO_MORE = None, None
 
 
 class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
-
-    _awaited: Any = None  # an op that is on its way down, and what it is answered with
 
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:
         self._owner = owner  # keeps the values alive where no frame does
@@ -34,16 +27,9 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(store if store is not None else Store())
 
     def _use(self, store: Store) -> None:
-        self.has_fsdp = has_fsdp = may_be_sharded()
-        self.is_asked_above, self.num_kernels = not has_fsdp, store.num_kernels
+        self.has_fsdp = may_be_sharded()
         self._store = store
         self._counts: dict[Any, int] = defaultdict(int)
-        self._kept: Collection[Any] = ()
-        self._limits: dict[Any, int] = _NO_LIMITS
-
-    def _count_all(self) -> None:
-        """Prepare for being called for every op."""
-        store = self._store
         # Ops of which nothing was kept need only be counted; casts of weights are not even that.
         self._kept = kept = store.kept
         self._limits = limits = store.counts.copy()
@@ -58,13 +44,8 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             self._use(self._owner.sink.store or Store())
         if self._store.has_offloaded:
             self._prefetch()
-        self.enter_for(self._store.handled, is_again=True)
-        if self.watched is None:
-            self._count_all()
+        super().__enter__()
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.leave()
 
     def _prefetch(self) -> None:
         for reference in self._store.entries.values():
@@ -74,8 +55,6 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op of the recomputation, or return what its forward returned."""
-        if self._awaited is not None:
-            return self._answer_awaited(func, args, kwargs or {})
         if self.has_fsdp and is_called_by_fsdp():
             return func(*args, **kwargs) if kwargs else func(*args)
         key: Any = id(func)
@@ -88,39 +67,7 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
                 return self._answer(func, key, args, kwargs)
         if self.num_suspensions or func in SAC_IGNORED_OPS or is_cached_cast(func, args):
             return func(*args, **kwargs) if kwargs else func(*args)
-        handled = self._store.handled
-        if handled is not None and func not in handled:  # nor was it counted
-            return func(*args, **kwargs) if kwargs else func(*args)
         return self._answer(func, op_key(func, args), args, kwargs)
-
-    def run_kept(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op down to where its result is needed, and return what it returned in forward."""
-        key = id(op)
-        number = self._counts[key]
-        self._counts[key] = number + 1
-        reference = self._store.entries.get((key, number))
-        entry = reference() if reference is not None else None
-        if entry is None:
-            if number >= self._store.counts.get(key, 0):
-                self._raise_surplus(op, key)
-            return run_unwatched(op, args, kwargs)
-        self._awaited = op, entry
-        flags = push_mode(self)
-        set_unwatched(True)
-        try:
-            return op._op(*args, **kwargs)
-        finally:
-            set_unwatched(False)
-            pop_mode(flags)
-            self._awaited = None
-
-    def _answer_awaited(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Answer the one op that this was entered for, once; what else arrives belongs to it."""
-        op, entry = self._awaited
-        if func is op:
-            self._awaited = _NO_MORE
-            return entry.take()
-        return func(*args, **kwargs)
 
     def _answer(self, func: Any, key: Any, args: Any, kwargs: Any) -> Any:
         """Return what this call of an op returned in forward, or run it if that was not kept."""
@@ -133,8 +80,6 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
             facts = op_facts(func)
             return entry.take() if facts.is_plain else answer(facts, args, entry)
         if key in self._limits or number >= store.counts.get(key, 0):
-            if self.watched is not None and key not in store.kept and not op_facts(func).runs_once:
-                return func(*args, **kwargs)  # of such ops torch may run more or fewer where there are dispatch modes
             self._raise_surplus(func, key)
         state = store.rng_states.get((key, number))
         if state is not None:
