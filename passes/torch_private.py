@@ -74,6 +74,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.compiler import _is_non_strict_tracing
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.fx.experimental.symbolic_shapes import (
@@ -147,6 +148,7 @@ __all__ = [
     "is_sym_node",
     "is_symbol_binding_fx_node",
     "is_tracing",
+    "is_tracing_backward_too",
     "is_tracing_proxies",
     "len_torch_function_stack",
     "make_saved_tensor",
@@ -768,6 +770,19 @@ def tracer() -> Any:
     """The object that records the graph being traced, one per graph; None outside."""
     mode = _get_dispatch_mode(_PROXY)
     return None if mode is None else mode.tracer
+
+
+def is_tracing_backward_too() -> bool:
+    """False while a graph is recorded that ends with forward: nothing in it is needed again later.
+
+    AOTAutograd itself tells what it records by the names of the inputs. Graphs inside of a graph count as parts of one
+    that has a backward.
+    """
+    recording = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    if recording is None or recording.is_hop_subgraph_tracer():
+        return True
+    inputs = tracer().graph.find_nodes(op="placeholder")
+    return any("tangents" in str(node.target) for node in inputs)
 
 
 def fx_preserving_meta() -> AbstractContextManager[Any]:

@@ -23,11 +23,13 @@ from ..eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointCon
 from ..passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
 from ..passes.plans.plan import source_line
 from ..passes.shared.name_op import name_op
+from ..passes.shared.op_facts import facts_of
 from ..passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
 from ..passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,
     fx_preserving_meta,
+    is_tracing_backward_too,
     next_region_number,
     traced_node_of,
     traced_nodes_since,
@@ -81,6 +83,8 @@ class _Tagger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.open: list[_OpenRegion] = []
+        self.repeats_random = is_tracing_backward_too()
+        """Random ops may be told to run again. Torch refuses such an op in a graph that has no backward."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,7 +104,8 @@ class _Tagger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in SAC_IGNORED_OPS and not _is_cached_cast(func, args):
             answer = region.ask(func, out, args, kwargs)
         for node in traced_nodes_since(mark):
-            tag(node, region.tag, answer)
+            is_kept = not self.repeats_random and facts_of(node.target).is_random
+            tag(node, region.tag, CheckpointPolicy.MUST_SAVE if is_kept else answer)
         return out
 
 

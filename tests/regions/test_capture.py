@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 from support.harness import count_backward_ops, recompute_is_ruinous
 from torch import nn
@@ -71,6 +75,79 @@ def test_without_gradients(backend: str, without_grad: Any) -> None:
     model, x = Model(), torch.randn(4, 8)
     with without_grad():
         torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+
+
+RANDOM = {
+    "dropout": lambda x: F.dropout(x.sin(), 0.5),
+    "in_place": lambda x: x.sin().uniform_() * x,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "attention_without_dropout": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    "nested": lambda x: remat.checkpoint_region(lambda y: torch.rand_like(y) * y)(x.sin()),
+}
+
+
+def unmarked(function: Any = None, **_: Any) -> Any:
+    """Stand for `checkpoint_region` where there is to be no region."""
+    return function if function is not None else unmarked
+
+
+@contextmanager
+def frozen(linear: nn.Linear) -> Iterator[None]:
+    linear.requires_grad_(False)
+    yield
+    linear.requires_grad_(True)
+
+
+NOT_DIFFERENTIATED = {
+    "no_grad": lambda linear: torch.no_grad(),
+    "inference_mode": lambda linear: torch.inference_mode(),
+    "frozen": frozen,
+    "detached": lambda linear: nullcontext(),
+}
+
+
+COMPILERS = {
+    "eager": functools.partial(torch.compile, backend="eager", fullgraph=True),
+    "aot_eager": functools.partial(torch.compile, backend="aot_eager", fullgraph=True),
+    "remat": compile_with_remat,
+}
+
+
+def run_and_train(mark: Any, body: Any, reason: str, compiler: str) -> list[torch.Tensor]:
+    """Run a compiled program whose graph has no backward, and then a step of the same program that has one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8)
+    region = mark(policy=lambda ctx, op, *args, **kwargs: MUST_RECOMPUTE)(lambda x: body(linear(x)).reshape(4, 8).exp())
+    program = lambda x, detach: region(region(x)).detach() if detach else region(region(x))  # noqa: E731
+    compiled = COMPILERS[compiler](program)
+    with NOT_DIFFERENTIATED[reason](linear):
+        untrained = compiled(torch.randn(4, 8), reason == "detached")
+    compiled(torch.randn(4, 8), False).sum().backward()
+    assert linear.weight.grad is not None
+    return [untrained, linear.weight.grad, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("reason", NOT_DIFFERENTIATED)
+@pytest.mark.parametrize("body", RANDOM.values(), ids=RANDOM)
+def test_random_numbers_in_graphs_without_backward(body: Any, reason: str, compiler: str) -> None:
+    found = run_and_train(remat.checkpoint_region, body, reason, compiler)
+    expected = run_and_train(unmarked, body, reason, compiler)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "remat"])
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_random_numbers_in_a_graph_with_a_backward_of_its_own(compiler: str) -> None:
+    def run(mark: Any) -> tuple[torch.Tensor, ...]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        linear, x = nn.Linear(8, 8), x_of(4, 8)
+        region = mark(lambda x: F.dropout(linear(x), 0.5).sin())
+        return COMPILERS[compiler](lambda x: torch.autograd.grad(region(region(x)).sum(), x))(x)
+
+    assert torch.equal(*run(remat.checkpoint_region), *run(unmarked))
 
 
 @every_backend
