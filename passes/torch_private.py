@@ -713,7 +713,8 @@ def trace_as_wrapper(operator: HigherOrderOperator, on_break: Callable[[str, str
             raise
 
     name = operator.__name__
-    members = {"_HOP_NAME": f"torch.ops.higher_order.{name}", "allow_side_effects": True, "_call_function": call}
+    # Function modes and tensor subclasses see the ops inside of a region, as they do in eager, and not the region.
+    members = {"_HOP_NAME": f"torch.ops.higher_order.{name}", "allow_side_effects": True, "call_function": call}
     classes[name] = type(f"{name}_variable", (wrapper,), members)
     return True
 

@@ -17,6 +17,7 @@ from support.harness import count_backward_ops, recompute_is_ruinous
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounter
+from torch.overrides import TorchFunctionMode
 
 import remat
 from remat.passes.shared.policy import PolicyError
@@ -107,7 +108,6 @@ NOT_DIFFERENTIATED = {
 
 
 COMPILERS = {
-    "eager": functools.partial(torch.compile, backend="eager", fullgraph=True),
     "aot_eager": functools.partial(torch.compile, backend="aot_eager", fullgraph=True),
     "remat": compile_with_remat,
 }
@@ -128,16 +128,20 @@ def run_and_train(mark: Any, body: Any, reason: str, compiler: str) -> list[torc
     return [untrained, linear.weight.grad, torch.get_rng_state()]
 
 
+WITHOUT_BACKWARD = [("dropout", reason) for reason in NOT_DIFFERENTIATED] + [
+    (body, "no_grad") for body in RANDOM if body != "dropout"
+]
+
+
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("reason", NOT_DIFFERENTIATED)
-@pytest.mark.parametrize("body", RANDOM.values(), ids=RANDOM)
-def test_random_numbers_in_graphs_without_backward(body: Any, reason: str, compiler: str) -> None:
-    found = run_and_train(remat.checkpoint_region, body, reason, compiler)
-    expected = run_and_train(unmarked, body, reason, compiler)
+@pytest.mark.parametrize(("body", "reason"), WITHOUT_BACKWARD)
+def test_random_numbers_in_graphs_without_backward(body: str, reason: str, compiler: str) -> None:
+    found = run_and_train(remat.checkpoint_region, RANDOM[body], reason, compiler)
+    expected = run_and_train(unmarked, RANDOM[body], reason, compiler)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "remat"])
+@pytest.mark.parametrize("compiler", COMPILERS)
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 def test_random_numbers_in_a_graph_with_a_backward_of_its_own(compiler: str) -> None:
     def run(mark: Any) -> tuple[torch.Tensor, ...]:
@@ -148,6 +152,51 @@ def test_random_numbers_in_a_graph_with_a_backward_of_its_own(compiler: str) -> 
         return COMPILERS[compiler](lambda x: torch.autograd.grad(region(region(x)).sum(), x))(x)
 
     assert torch.equal(*run(remat.checkpoint_region), *run(unmarked))
+
+
+class Tripled(TorchFunctionMode):
+    """Triples what `relu` returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 3 if func is torch.relu else out
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+FUNCTION_MODES = {"device": lambda: torch.device("cpu"), "default_device": default_device, "users": Tripled}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("mode", FUNCTION_MODES.values(), ids=FUNCTION_MODES)
+@pytest.mark.parametrize("is_compiled_before", [False, True])
+def test_function_modes_see_the_ops_of_regions(mode: Any, compiler: str, is_compiled_before: bool) -> None:
+    model = nn.Sequential(Model(), Model())
+    layer = remat.checkpoint_region(name="outer")(lambda x: torch.relu(model(x)) + torch.ones(8))
+    x = torch.randn(4, 8)
+    compiled = COMPILERS[compiler](layer)
+    if is_compiled_before:
+        compiled(x)
+    with mode():
+        found, expected = compiled(x), layer(x)
+    assert torch.equal(found, expected)
+    parameters = list(model.parameters())
+    grads = [torch.autograd.grad(out.sum(), parameters) for out in (found, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_device_context_holds_inside_of_regions(compiler: str) -> None:
+    region = remat.checkpoint_region(lambda x: x + torch.ones(8))
+    with torch.device("meta"):
+        assert COMPILERS[compiler](lambda: region(torch.zeros(4, 8)))().device.type == "meta"
 
 
 @every_backend
