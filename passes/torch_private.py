@@ -7,7 +7,7 @@ work on any FX graph without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import islice
 from types import CodeType
@@ -706,7 +706,8 @@ def trace_as_wrapper(operator: HigherOrderOperator, on_break: Callable[[str, str
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return wrapper._call_function(self, tx, args, kwargs)
+            with _floats_read_outside():
+                return wrapper._call_function(self, tx, args, kwargs)
         except Unsupported as error:
             if on_break is not None:
                 on_break(_line_of(error), str(error.args[0] if error.args else error).strip().splitlines()[0])
@@ -717,6 +718,32 @@ def trace_as_wrapper(operator: HigherOrderOperator, on_break: Callable[[str, str
     members = {"_HOP_NAME": f"torch.ops.higher_order.{name}", "allow_side_effects": True, "call_function": call}
     classes[name] = type(f"{name}_variable", (wrapper,), members)
     return True
+
+
+@contextmanager
+def _floats_read_outside() -> Iterator[None]:
+    """Have Python floats that become symbols read in the outermost graph, where the float is an input.
+
+    Dynamo reads a float in the graph that it is tracing when it first meets it. If that is the graph inside of a
+    region, the symbol is unknown outside, and the next reader there fails. Dynamo holds a lock while it traces.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrap = VariableBuilder.wrap_symfloat
+
+    def wrap_outside(builder: Any, value: float) -> Any:
+        output = builder.tx.output
+        tracers, output.tracers = output.tracers, [output.root_tracer]
+        try:
+            return wrap(builder, value)
+        finally:
+            output.tracers = tracers
+
+    VariableBuilder.wrap_symfloat = wrap_outside  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
 
 
 def _line_of(error: Any) -> str:
