@@ -13,7 +13,7 @@
                     with budgets: budget plans for the graph's, region_budget for those of regions (shares: what they
                     bound, share_planner: how they are met)
                     with symbols: ranges plans for a range of sizes (peaks: the peak as an expression, unknown_sizes:
-                    what no budget is planned with), validity says for which sizes a plan holds
+                    what no budget is planned with), validity says for which sizes a budget holds
     schedule        the order of backward, each recomputation just before its first reader (backward_order: of its own
                     nodes)
     extract         forward and backward as graphs; rng replays random ops; overwrite leaves results

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..graph.joint_graph import JointGraph
-from ..memory.schedule import Schedule
 from ..memory.shares import Shares
 from ..memory.simulate import Simulation
 from ..memory.storage import Storages
@@ -23,8 +22,6 @@ class Picked:
     budget_bytes: int | None = None
     without_recompute_bytes: int | None = None
     shares: tuple[RegionShare, ...] = ()
-    rivals: tuple[Schedule, ...] = ()
-    """What it was compared with."""
     least_ticks: int | None = None
     """What no schedule within the budget of the whole graph undercuts; None if it has none, or exceeds it."""
 
@@ -45,7 +42,7 @@ def pick(problem: FlowProblem, storages: Storages, budget: Budget | None, *, tak
     shares = Shares.find(problem.graph)
     if shares.budgets:
         found = choose_within_shares(problem, storages, shares, budget, take_minimum=take_minimum)
-        return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares, found.rivals)
+        return Picked(found.offer, found.budget_bytes, found.without_recompute_bytes, found.shares)
     return pick_from(Planner(problem, storages), budget)
 
 
@@ -55,9 +52,8 @@ def pick_from(planner: Planner, budget: Budget | None) -> Picked:
         return Picked(planner.fastest)
     budget_bytes = budget.resolve(planner)
     offer = planner.lowest if budget.is_for_lowest else _within(planner, budget, budget_bytes)
-    rivals = tuple(rival.schedule for rival in planner.rivals)
     least = planner.least_ticks(budget_bytes) if offer.peak_bytes <= budget_bytes else None
-    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, rivals=rivals, least_ticks=least)
+    return Picked(offer, budget_bytes, planner.without_recompute.peak_bytes, least_ticks=least)
 
 
 def _within(planner: Planner, budget: Budget, budget_bytes: int) -> Offer:

@@ -24,8 +24,6 @@ class Found:
     shares: tuple[RegionShare, ...]
     budget_bytes: int | None
     without_recompute_bytes: int
-    rivals: tuple[Schedule, ...] = ()
-    """What it was compared with."""
 
 
 def choose_within_shares(
@@ -55,7 +53,6 @@ def choose_within_shares(
         shares=tuple(RegionShare(bound.path, limit, peak.num_bytes) for bound, limit, peak in rows),
         budget_bytes=budget_bytes,
         without_recompute_bytes=plain.without_recompute.peak_bytes,
-        rivals=tuple(rival.schedule for rival in planner.rivals),
     )
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 EXECUTORS = ("inductor", "node by node")
-MEANINGS = ("budget", "best")
 
 UNREADABLE = (ValueError, OverflowError, RecursionError, MemoryError)
 """What evaluating an expression raises that remat has not written."""
@@ -55,8 +54,6 @@ def _check_words(plan: Plan) -> None:
         raise refused("peak.executor", plan.peak.executor, " or ".join(map(repr, EXECUTORS)))
     symbols = [symbol.name for symbol in plan.symbols]
     for k, found in enumerate(plan.ranges):
-        if found.meaning not in MEANINGS:
-            raise refused(f"ranges[{k}].meaning", found.meaning, " or ".join(map(repr, MEANINGS)))
         if found.symbol not in symbols:
             raise refused(f"ranges[{k}].symbol", found.symbol, f"one of the plan's symbols, {', '.join(symbols)}")
 

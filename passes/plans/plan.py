@@ -106,11 +106,9 @@ class TimeExpressions:
 
 @dataclass(frozen=True, slots=True)
 class SymbolRange:
-    """Values of one symbol for which something about a plan holds, the other symbols being what they were."""
+    """Values of one symbol for which a plan keeps within its budget, the other symbols being what they were."""
 
     symbol: str
-    meaning: str
-    """"budget": the peak is within the budget. "best": no other choice is faster and within the budget."""
     low: int
     high: int | None
     """None if there is no end."""
@@ -118,8 +116,6 @@ class SymbolRange:
     """Known for every value; if not, some values were looked at."""
     sampled: tuple[int, ...] = ()
     """The values that were looked at, if it is not proved."""
-    among: int = 0
-    """With how many other plans that were found it was compared; 0 if with all legal choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,7 @@ class Plan:
     symbols: tuple[SizeSymbol, ...] = ()
     """The symbols in the sizes of its tensors, and what they stood for."""
     ranges: tuple[SymbolRange, ...] = ()
-    """For which sizes its budget holds, and for which its decisions are the best found."""
+    """For which sizes its budget holds."""
     guards: tuple[str, ...] = ()
     """Conditions on sizes; where one of them does not hold, the graph is compiled and planned anew."""
     most_ranges: int | None = None

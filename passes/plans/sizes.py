@@ -20,8 +20,6 @@ TICKS_PER_SECOND = 10**9
 GIVEN = "given"
 """Where the value of a symbol comes from that somebody asked about."""
 
-_MEANINGS = {"budget": "within the budget", "best": "best"}
-
 
 def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
     """The plan with bytes, peak and times as they are at other sizes.
@@ -120,7 +118,7 @@ def size_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "peak in general", "cannot be written down as an expression"
     yield from _time_lines(plan)
     for found in plan.ranges:
-        yield _MEANINGS[found.meaning], range_text(found)
+        yield "within the budget", range_text(found)
     if plan.guards:
         most = "" if plan.most_ranges is None else f"; at most {plan.most_ranges} plans for all sizes"
         yield "planned again", "unless " + " and ".join(plan.guards) + most
@@ -154,5 +152,4 @@ def range_text(found: SymbolRange) -> str:
     """`s0 from 2 to 512 (proved)`."""
     end = "on" if found.high is None else f"to {found.high}"
     how = "proved" if found.is_proved else f"sampled at {', '.join(map(str, found.sampled))}"
-    among = f", of {found.among + 1} plans found" if found.among else ", of all legal choices"
-    return f"{found.symbol} from {found.low} {end} ({how}){among if found.meaning == 'best' else ''}"
+    return f"{found.symbol} from {found.low} {end} ({how})"

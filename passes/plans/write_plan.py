@@ -37,8 +37,6 @@ class Chosen:
     schedule: Schedule
     guards: tuple[Any, ...] = ()
     """Conditions on sizes, in sympy's form, outside of which one has to plan again."""
-    rivals: tuple[Schedule, ...] = ()
-    """The other schedules that were found, of which this one is the fastest that fits."""
 
 
 def choose_plan(
@@ -69,7 +67,7 @@ def write_plan(
         extra_seconds=offer.extra_ticks / TICKS_PER_SECOND,
         least_extra_seconds=None if picked.least_ticks is None else picked.least_ticks / TICKS_PER_SECOND,
     )
-    return Chosen(plan, offer.schedule, rivals=picked.rivals)
+    return Chosen(plan, offer.schedule)
 
 
 def _peak(

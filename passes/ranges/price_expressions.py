@@ -7,7 +7,6 @@ with. A price that is missing here is known at the example's sizes alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +15,13 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..memory.schedule import Schedule
 from ..prices.cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
 from ..prices.op_call import UNKNOWN_USE, OpCall, Use, call_of
-from ..search.problem import FlowProblem
 from ..shared.errors import RematError
 from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
 from ..sizes.symbols import Sizes
 from ..sizes.tensor_specs import TensorSpec
 from ..torch_private import expression_of
-from .polynomials import NotPolynomial
 
 Polynomial = tuple[tuple[Any, float], ...]
 """Monomials (sympy expressions) with their coefficients."""
@@ -60,11 +56,6 @@ class Prices:
     run: tuple[Price | None, ...]
     recompute: tuple[Price | None, ...]
     """What the first recomputation adds: nothing, for what only backward needs."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every price is known at all sizes."""
-        return None not in self.save and None not in self.run
 
 
 def general_prices(graph: JointGraph, model: CostModel, sizes: Sizes, costs: Costs) -> Prices:
@@ -163,19 +154,6 @@ class _Expressions:
             shape = tuple([self.of(size) for size in tensor.shape])
             spec = self._specs[id(tensor)] = TensorSpec(shape, (), tensor.dtype, tensor.device.type)
         return spec
-
-
-def schedule_total(problem: FlowProblem, schedule: Schedule, prices: Prices) -> dict[Price, int]:
-    """What a schedule adds to the step, as `extra_ticks` counts it: how often each price is paid."""
-    graph = problem.graph
-    kept = dict.fromkeys(problem.bases[problem.value_of[i]] for i in schedule.received if i in problem.value_of)
-    paid = [(prices.save[i], 1) for i in kept]
-    runs = Counter(schedule.events)
-    paid += [(prices.run[i], n if graph.roles[i] is Role.FORWARD else n - 1) for i, n in runs.items()]
-    total = total_of(paid)
-    if total is None:
-        raise NotPolynomial("a price is known at the sizes of the example only")
-    return total
 
 
 def total_of(prices: Iterable[tuple[Price | None, int]]) -> dict[Price, int] | None:

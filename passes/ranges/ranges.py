@@ -87,11 +87,11 @@ def byte_limits(graph_shares: Shares, budget: Budget | None) -> tuple[Limit, ...
     found = [] if budget is None or budget.num_bytes is None else [Limit(budget.num_bytes, None)]
     for region, bound in enumerate(graph_shares.budgets):
         if bound.num_bytes is not None:
-            found.append(Limit(bound.num_bytes, region_counts(graph_shares, region)))
+            found.append(Limit(bound.num_bytes, _counts_for(graph_shares, region)))
     return tuple(found)
 
 
-def region_counts(shares: Shares, region: int) -> Callable[[Memory], bool]:
+def _counts_for(shares: Shares, region: int) -> Callable[[Memory], bool]:
     """Say which memory counts for a region's budget."""
     return lambda memory: region in shares.regions_at[memory.node]
 
@@ -219,9 +219,8 @@ class _RangePlanner:
                 return None
             planner = planner.only(reachable)
             planner.within(bound)
-        rivals = tuple(rival.schedule for rival in planner.rivals)
         offers = filter(self._fits_here, planner.best(bound))
-        return next((Picked(offer, self.limits[0].num_bytes, rivals=rivals) for offer in offers), None)
+        return next((Picked(offer, self.limits[0].num_bytes) for offer in offers), None)
 
     def _fitting_all(self, ends: Sequence[Sizes]) -> Picked | None:
         """A plan made for one of some sizes that fits at the others, too, and here; None if there is none.
@@ -400,12 +399,8 @@ def _relation_text(relation: Any) -> str:
 
 def at_sizes(problem: FlowProblem, storages: Storages, model: CostModel, sizes: Sizes) -> tuple[FlowProblem, Storages]:
     """The same choice at other sizes: prices and memory change, what may be done does not."""
-    return problem_at(problem, model, sizes), storages_at(storages, sizes)
-
-
-def problem_at(problem: FlowProblem, model: CostModel, sizes: Sizes) -> FlowProblem:
-    """The same choice with the prices of other sizes."""
-    return replace(problem, costs=price(problem.graph, model, sizes, problem.costs.likes))
+    costs = price(problem.graph, model, sizes, problem.costs.likes)
+    return replace(problem, costs=costs), storages_at(storages, sizes)
 
 
 def take_for_granted(chosen: Chosen, storages: Storages) -> None:
@@ -422,11 +417,7 @@ def largest_where(holds: Callable[[int], bool], sizes: Sizes, symbol: Any) -> in
     above = LARGEST_SIZE if high is None else high
     if holds(above):
         return None
-    above = next((n for n in _doubled(low, above) if not holds(n)), above)
-    while above - low > 1:
-        middle = (low + above) // 2
-        low, above = (middle, above) if holds(middle) else (low, middle)
-    return low
+    return last_where(holds, low, next((n for n in _doubled(low, above) if not holds(n)), above))
 
 
 def smallest_where(holds: Callable[[int], bool], sizes: Sizes, symbol: Any) -> int:
@@ -434,12 +425,15 @@ def smallest_where(holds: Callable[[int], bool], sizes: Sizes, symbol: Any) -> i
     least, _ = symbol_bounds(sizes.shape_env, symbol)
     below = max(least or 0, 0)
     high: int = sizes.values[symbol]
-    if holds(below):
-        return below
-    while high - below > 1:
-        middle = (below + high) // 2
-        below, high = (below, middle) if holds(middle) else (middle, high)
-    return high
+    return below if holds(below) else last_where(holds, high, below)
+
+
+def last_where(holds: Callable[[int], bool], inside: int, outside: int) -> int:
+    """On the way from a value at which something holds to one at which it does not, the last one at which it does."""
+    while abs(outside - inside) > 1:
+        middle = (inside + outside) // 2
+        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+    return inside
 
 
 def _doubled(start: int, end: int) -> Iterator[int]:

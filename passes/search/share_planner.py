@@ -215,7 +215,6 @@ class SharePlanner(Planner):
         if self.search.is_plain:
             return self.seed
         found = [self.seed, *self.improver.within([self.seed], self.unit_bytes)]
-        self.rivals += [self.fastest, *found]
         fitting = [offer for offer in found if offer.peak_bytes <= self.unit_bytes]
         return min(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes))
 

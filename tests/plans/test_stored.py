@@ -201,7 +201,6 @@ def test_unknown_field_is_refused_by_name() -> None:
         (("times", "keep"), "x.y", r"times\.keep cannot be evaluated"),
         (("guards",), ["a"], r"guards\[0\] is 'a', expected a relation between sizes"),
         (("guards",), "abc", r"guards is 'abc', expected a list"),
-        (("ranges", 0, "meaning"), "none", r"ranges\[0\]\.meaning is 'none', expected 'budget' or 'best'"),
         (("ranges", 0, "symbol"), "s99", r"ranges\[0\]\.symbol is 's99', expected one of the plan's symbols"),
         (("budget_bytes",), "x", r"budget_bytes is 'x', expected a whole number from 0, or null"),
     ],
