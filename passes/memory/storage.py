@@ -18,10 +18,11 @@ import torch.fx as fx
 
 from ..graph.constraints import base_is_viewed, base_of
 from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..graph.overwrite import hides_sharing, is_row_major, overwritable
+from ..graph.layouts import is_certain, is_laid_out_by_itself
+from ..graph.overwrite import hides_sharing, overwritable
 from ..rewrites.gradients import gradients_of, is_taken_over
 from ..rewrites.losses import holds_elements
-from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind, is_matmul
+from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from ..sizes.symbols import Sizes, terms_of
 from .workspace import workspace_of
 
@@ -110,7 +111,10 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
 
 
 def _overwrites(graph: JointGraph, base: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Per node the inputs that it may write over; none whose memory something may share or be laid out in unsaid."""
+    """Per node the inputs that it may write over; none whose memory something may share unsaid.
+
+    Nor any if an input may lie in memory in another way than traced: nothing is then written over when the graph runs.
+    """
 
     def owner(i: int) -> int:
         while base[i] >= 0:
@@ -119,30 +123,22 @@ def _overwrites(graph: JointGraph, base: Sequence[int]) -> tuple[tuple[int, ...]
 
     hiding = [i for i, node in enumerate(graph.nodes) if hides_sharing(node)]
     left_alone = {owner(j) for i in hiding for j in (i, *graph.inputs[i])}
-    left_alone |= {owner(i) for i in _laid_out_anew(graph)}
-    sources = [[graph.resolve(source) for source in overwritable(node)] for node in graph.nodes]
+    uncertain = _uncertain(graph)
+    sources = [
+        [graph.resolve(source) for source in overwritable(node)] if uncertain.isdisjoint(graph.inputs[i]) else []
+        for i, node in enumerate(graph.nodes)
+    ]
     return tuple([tuple([j for j in inputs if owner(j) not in left_alone]) for inputs in sources])
 
 
-_FOLLOWS_INPUTS = frozenset(
-    {Kind.FREE, Kind.POINTWISE, Kind.TRANSCENDENTAL, Kind.SLOW_TRANSCENDENTAL, Kind.EXP_REDUCTION}
-)
-"""What results lie in memory like what they are computed from, as tracing says."""
-
-
-def _laid_out_anew(graph: JointGraph) -> set[int]:
-    """Nodes whose results may lie in memory in another way than tracing says, with all that follows them in that.
-
-    Batch normalisation, for one, is traced as if its result lay like a transposed input, which its kernel lays out
-    anew. What is written over a result takes its layout, and random numbers are drawn in the order of memory.
-    """
+def _uncertain(graph: JointGraph) -> set[int]:
+    """Nodes whose results may lie in memory in another way than tracing says, with all that follows them in that."""
     found: set[int] = set()
     for i, (node, op) in enumerate(zip(graph.nodes, graph.facts, strict=True)):
-        if op is None or (is_matmul(node.target) and not op.is_convolution):
+        if op is None or is_laid_out_by_itself(node.target, op, node.kwargs):
             continue
-        values = [tensor_of(source) for source in node.all_input_nodes]
-        is_known = op.kind in _FOLLOWS_INPUTS or all(is_row_major(value) for value in values if value is not None)
-        if not is_known or not found.isdisjoint(graph.inputs[i]):
+        values = [value for source in node.all_input_nodes if (value := tensor_of(source)) is not None]
+        if not found.isdisjoint(graph.inputs[i]) or not is_certain(op, values):
             found.add(i)
     return found
 

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import tensor_of
-from ..graph.overwrite import is_row_major
+from ..graph.layouts import is_row_major
 
 _aten = torch.ops.aten
 

@@ -84,6 +84,8 @@ class OpFacts:
     """Its own kernel copies all of the storage that its first input is a view of."""
     holds_elements: bool = False
     """A sum that its own kernel returns in memory as large as its first input."""
+    lays_out_anew: bool = False
+    """Its own kernel lays out its result in another way than tracing says, unless its inputs lie row by row."""
     is_concatenation: bool = False
     """Puts its result together from several inputs."""
     is_exponential: bool = False
@@ -215,6 +217,15 @@ _SILENT_VIEWS = _names("_unsafe_view _reshape_alias unsafe_split unsafe_split_wi
 _WHOLE_COPIES = _names("copy slice_scatter select_scatter diagonal_scatter as_strided_scatter")
 # Their kernels write the loss of each element to memory, sum that up, and return the sum in the same memory.
 _HOLDING_ELEMENTS = _names("mse_loss smooth_l1_loss binary_cross_entropy soft_margin_loss")
+# What a sweep over all ops has found (`pytest -m slow tests/test_layouts.py`).
+_LAYING_OUT_ANEW = _names(
+    """
+    binary_cross_entropy binary_cross_entropy_backward copysign.Tensor div.Tensor_mode floor_divide glu_backward
+    hardswish_backward hardtanh_backward heaviside huber_loss_backward ldexp log_sigmoid_forward logaddexp logical_and
+    logical_or logical_xor logit_backward mse_loss_backward native_dropout_backward pow.Scalar smooth_l1_loss_backward
+    special_xlog1py xlogy
+    """
+)
 # Libraries whose every op talks to other ranks, or acts on storages, streams or generators behind the graph's back.
 COLLECTIVE_NAMESPACES = frozenset(
     ["_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor", "symm_mem"]
@@ -280,6 +291,7 @@ def _overload_facts(op: OpOverload[..., Any]) -> OpFacts:
         is_scatter=name in _SCATTERS,
         copies_storage=name in _WHOLE_COPIES,
         holds_elements=name in _HOLDING_ELEMENTS,
+        lays_out_anew=name in _LAYING_OUT_ANEW or f"{name}.{op._overloadname}" in _LAYING_OUT_ANEW,
         is_concatenation=name in _CONCATENATIONS,
         is_exponential=name in _EXPONENTIALS,
         is_convolution=name in _CONVOLUTIONS,

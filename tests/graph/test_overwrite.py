@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
-from remat.passes.graph import overwrite
+from remat.passes.graph import checked_forms
 from remat.passes.graph.overwrite import overwritable, overwritten_by, write_over
 from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.request import Request
@@ -36,7 +41,7 @@ FREE = Callback(function=lambda call: 0.0)
 def arguments_of(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Made-up arguments for one call; what a backward formula takes as its result lies where results do."""
     made = iter([(torch.rand(shape) * 0.8 + 0.1).to(dtype) for _ in op._schema.arguments])
-    if op in overwrite._BY_ROW:
+    if op in checked_forms.BY_ROW:
         tensors = [t.softmax(-1) for t in (next(made), next(made))]
         is_backward = "backward" in str(op)
         return (*tensors, -1, dtype) if is_backward else (tensors[0], -1, False)
@@ -68,7 +73,7 @@ def graph_of(op: Any, args: tuple[Any, ...]) -> tuple[fx.Graph, list[fx.Node]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7,), (3, 5, 17), (64, 1000), (5, 2048)], ids=str)
-@pytest.mark.parametrize("op", list(overwrite._FORMS), ids=str)
+@pytest.mark.parametrize("op", list(checked_forms.FORMS), ids=str)
 def test_result_over_an_input_has_the_same_bits(op: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     args = arguments_of(op, shape, dtype)
@@ -88,7 +93,7 @@ def test_result_over_an_input_has_the_same_bits(op: Any, shape: tuple[int, ...],
 
 
 def test_every_listed_form_takes_the_same_arguments_and_a_place() -> None:
-    for op, form in overwrite._FORMS.items():
+    for op, form in checked_forms.FORMS.items():
         given = [(a.name, str(a.type)) for a in form._schema.arguments if not a.is_out]
         taken = [(a.name, str(a.type)) for a in op._schema.arguments]
         # A number may be given where a tensor is taken.
@@ -119,6 +124,120 @@ def test_inputs_of_another_kind_are_left_alone() -> None:
     assert sources_of(lambda x: x.softmax(0), x) == [], "columns"
     assert sources_of(lambda x: x.softmax(-1), torch.rand(4, 6, 2).transpose(1, 2)) == [], "not in one piece"
     assert sources_of(lambda x: aten._softmax.default(x, -1, False), x[0]) == ["x_1"]
+
+
+# --- what lies in memory in another way than traced -------------------------------------------------------------------
+
+
+def layouts_of(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of a shape, or that broadcast to it, that lie in memory in many ways."""
+    dense = []
+    for order in itertools.permutations(range(len(shape))):
+        back = [order.index(dim) for dim in range(len(shape))]
+        dense.append(torch.rand([shape[dim] for dim in order]).permute(back))
+    gaps = torch.rand(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+    return [*dense, gaps, torch.rand(shape[1:]), torch.rand(shape[-1]).expand(shape), torch.rand(())]
+
+
+def calls_of(op: Any, dtype: torch.dtype, num_calls: int = 60) -> Iterator[tuple[Any, ...]]:
+    """Calls of an op with tensors that lie in memory in different ways, some of all that there are."""
+    num_tensors = sum(str(argument.type) == "Tensor" for argument in op._schema.arguments)
+    for shape in [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1)]:
+        choices = list(itertools.product(layouts_of(shape), repeat=num_tensors))
+        picked = random.Random(0).sample(choices, min(num_calls // 4, len(choices)))
+        for tensors in [choices[0], *picked]:  # the first all lie row by row
+            left = iter(tensors)
+            made = arguments_of(op, shape, dtype)
+            args = [next(left).to(a.dtype) if isinstance(a, torch.Tensor) else a for a in made]
+            yield tuple(args)
+
+
+def is_possible(op: Any, args: tuple[Any, ...]) -> bool:
+    try:
+        op(*args)
+    except RuntimeError:  # a softmax's inputs must have one shape
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", list(checked_forms.FORMS), ids=str)
+def test_what_is_written_over_lies_where_the_kernel_would_put_its_result(op: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_found = 0
+    for args in filter(functools.partial(is_possible, op), calls_of(op, dtype)):
+        expected = op(*args)
+        _, (call, *sources) = graph_of(op, args)
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        for source in overwritable(call):
+            num_found += 1
+            assert tensors[sources.index(source)].stride() == expected.stride()
+    assert num_found
+
+
+@pytest.mark.parametrize("op", list(checked_forms.FORMS), ids=str)
+def test_plain_op_runs_where_one_input_lies_in_another_way_than_traced(op: Any) -> None:
+    shape = (3, 4, 5)
+    args = arguments_of(op, shape, torch.float32)
+    _, (call, *sources) = graph_of(op, args)
+    for source, position in itertools.product(overwritable(call), range(len(sources))):
+        own = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        own[position] = args[position].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+        tensors = [a for a in own if isinstance(a, torch.Tensor)]
+        expected, before = op(*own), [t.clone() for t in tensors]
+        changed, (node, *inputs) = graph_of(op, args)
+        write_over(node, inputs[sources.index(source)])
+        result = fx.GraphModule(nn.Module(), changed)(*tensors)
+        assert torch.equal(result, expected)
+        assert result.stride() == expected.stride()
+        assert all(map(torch.equal, tensors, before)), "nothing was written over"
+
+
+@pytest.mark.parametrize("other", [torch.rand(4, 6).double(), torch.rand(4, 12)[:, ::2], torch.rand(6, 4).t()])
+def test_plain_op_runs_where_an_input_is_of_another_type_or_has_gaps(other: torch.Tensor) -> None:
+    x, y = torch.rand(4, 6), torch.rand(4, 6)
+    graph, (node, first, _) = graph_of(aten.add.Tensor, (x, y))
+    write_over(node, first)
+    result = fx.GraphModule(nn.Module(), graph)(x, other)
+    assert torch.equal(result, x + other)
+    assert result.dtype is (x + other).dtype
+
+
+def test_stride_of_a_dimension_of_size_one_is_looked_at() -> None:
+    """Elements lie alike whatever it is, and yet kernels choose the layout of images by it."""
+    x = torch.rand(1, 4, 6)
+    graph, (node, first) = graph_of(aten.neg.default, (x,))
+    write_over(node, first)
+    odd = x.as_strided((1, 4, 6), (1, 6, 1))
+    assert odd.is_contiguous()
+    result = fx.GraphModule(nn.Module(), graph)(odd)
+    assert result.data_ptr() != odd.data_ptr()
+    assert result.stride() == odd.neg().stride()
+
+
+def test_result_of_one_number_may_be_written_over_another() -> None:
+    x = torch.rand(())
+    graph, (node, first) = graph_of(aten.neg.default, (x,))
+    assert list(overwritable(node)) == [first]
+    write_over(node, first)
+    assert fx.GraphModule(nn.Module(), graph)(x).data_ptr() == x.data_ptr()
+
+
+def test_graph_that_writes_over_inputs_can_be_printed_copied_and_pickled() -> None:
+    x, y = torch.rand(4, 6), torch.rand(6, 4).t()
+    for args in [(x, x.clone()), (y, y.clone())]:
+        graph, (node, first, _) = graph_of(aten.add.Tensor, args)
+        write_over(node, first)
+        assert overwritten_by(node) is first
+        module = fx.GraphModule(nn.Module(), graph)
+        assert "add_Tensor__" in module.code
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            (call,) = twin.graph.find_nodes(op="call_function", target=node.target)
+            assert overwritten_by(call) is call.args[0]
+            target, other = (a.clone() for a in args)
+            assert twin(target, other).data_ptr() == target.data_ptr()
+    with pytest.raises(AttributeError):
+        checked_forms.add_Tensor__rr  # noqa: B018
 
 
 # --- whole graphs ---------------------------------------------------------------------------------------------------
