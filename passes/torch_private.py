@@ -72,6 +72,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.autograd import forward_ad
 from torch.compiler import _is_non_strict_tracing
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -144,6 +145,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_faking",
     "is_full_backward",
+    "is_in_forward_ad",
     "is_registered_as_effectful",
     "is_sym_node",
     "is_symbol_binding_fx_node",
@@ -556,6 +558,11 @@ is_full_backward: Callable[[], bool] = torch.autograd.Variable._execution_engine
 """Whether the running backward goes to all leaves; False for `autograd.grad` and for `inputs=`."""
 
 _PROXY = _TorchDispatchModeKey.PROXY  # looked up once: the engine asks in every region
+
+
+def is_in_forward_ad() -> bool:
+    """True inside of `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
 
 
 def is_tracing_proxies() -> bool:

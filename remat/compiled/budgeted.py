@@ -18,7 +18,14 @@ import torch
 
 from ..eager import is_in_region
 from ..passes.shared.errors import InfeasibleBudget, RematError, causes_of
-from ..passes.torch_private import is_faking, peek_functorch_stack, program_fails, tree_flatten, untraced_line
+from ..passes.torch_private import (
+    is_faking,
+    is_in_forward_ad,
+    peek_functorch_stack,
+    program_fails,
+    tree_flatten,
+    untraced_line,
+)
 from ..regions.carrier import operator_of
 from ..regions.engines import Runner, untraceable
 from .backend import op_by_op
@@ -43,8 +50,9 @@ class PlannedRegion:
         """Call the function by its plan, made now if there is none yet."""
         if not torch.is_grad_enabled() or peek_functorch_stack() is not None:
             return function(*args, **kwargs)  # as regions without a budget do: nothing is kept, or nothing can be
-        if is_faking():
-            return self.unplanned(function, args, kwargs)  # somebody else's trace, which has no memory to bound
+        if is_faking() or is_in_forward_ad():
+            # Somebody else's trace has no memory to bound, and compiled code has no forward-mode derivatives.
+            return self.unplanned(function, args, kwargs)
         try:
             out = self._compiled_for(args, kwargs)(function, args, kwargs)
             _explain_double_backward(self.region, _nodes_of(out) - _nodes_of((args, kwargs)))

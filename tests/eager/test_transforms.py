@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import types
 from contextlib import nullcontext
 
 import pytest
 import torch
 from support.eager_testing import REGIONS, OpCounter, plain
 from torch import nn
+from torch.autograd import forward_ad
 
 from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
 from remat.regions.region import checkpoint_region, is_recomputing
@@ -88,10 +90,44 @@ class TestFunc:
             assert torch.equal(grad, torch.func.grad(loss)(values)[name])
 
     def test_a_forward_mode_level_around(self, x):
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(4, 4))
-            tangent = torch.autograd.forward_ad.unpack_dual(plain(chain, dual)).tangent
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), torch.ones(4, 4))
+            tangent = forward_ad.unpack_dual(plain(chain, dual)).tangent
         assert torch.equal(tangent, torch.func.jvp(chain, (x.detach(),), (torch.ones(4, 4),))[1])
+
+
+def normalised(x):
+    return nn.functional.layer_norm(chain(x), (4,)).exp()
+
+
+def nested(x):
+    return plain(lambda x: chain(x) * x, x.exp()).sin()
+
+
+def budgeted(function, *args):
+    return checkpoint_region(memory_budget=1.0)(function)(*args)
+
+
+class TestForwardOverReverse:
+    """Gradients that are taken inside of a level of forward-mode AD, with their tangents."""
+
+    def gradient_and_tangent(self, region, function, x):
+        # With code of its own: what a region recomputes for the first time is watched, and must be as ever.
+        function = types.FunctionType(function.__code__.replace(), function.__globals__)
+        with forward_ad.dual_level():
+            out = region(function, forward_ad.make_dual(x, torch.ones(4, 4)))
+            return forward_ad.unpack_dual(*torch.autograd.grad(out.sum(), x))
+
+    @pytest.mark.parametrize("region", [*REGIONS.values(), budgeted], ids=[*REGIONS, "budgeted"])
+    @pytest.mark.parametrize("function", [chain, normalised, nested])
+    def test_gradients_and_tangents(self, region, function, x):
+        found = self.gradient_and_tangent(region, function, x)
+        expected = self.gradient_and_tangent(lambda function, x: function(x), function, x)
+        if region in (plain, budgeted):
+            assert torch.equal(found.primal, expected.primal)
+            assert torch.equal(found.tangent, expected.tangent)
+        else:  # under a policy's dispatch mode torch itself computes derivatives of norms by other ops
+            torch.testing.assert_close(found, expected)
 
 
 class TestCompile:
@@ -239,6 +275,25 @@ class TestThreads:
 
         plain(function, torch.ones(1, requires_grad=True)).backward()
         assert seen == [False]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_ops_that_are_made_of_others_under_a_dispatch_mode(is_nested):
+    lengths, targets = torch.full((4,), 9), torch.ones(4, 3, dtype=torch.long)
+
+    def loss(x):
+        log_probabilities = x.log_softmax(-1)
+        return nn.functional.ctc_loss(log_probabilities.sin(), targets, lengths, lengths // 3)
+
+    def whole(x, first=torch.exp, second=loss):
+        return second(first(x)).sin()
+
+    x = torch.randn(9, 4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(whole(x), x)
+    parts = [checkpoint_region(lambda x: x.exp()), checkpoint_region(loss)] if is_nested else []
+    region = checkpoint_region(lambda x: whole(x, *parts))
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(region(x), x)[0], expected)
 
 
 def test_no_dispatch_mode_is_entered_without_a_policy_after_the_first_recomputation(x):

@@ -14,6 +14,9 @@ import torch
 from remat.passes.shared.disk import DiskTensor, goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch
 
+_COPIED_PLAINLY = ("cpu", "meta")
+"""Devices without streams; tensors on `meta` have no memory to move."""
+
 _streams: dict[torch.device, Any] = {}
 
 
@@ -33,7 +36,7 @@ class Offloaded:
         self._device = tensor.device
         self._loaded: torch.Tensor | None = None
         self._is_ready: Any = None
-        if tensor.device.type == "cpu":
+        if tensor.device.type in _COPIED_PLAINLY:
             self._host = tensor.detach().clone()
         else:
             self._host = self._copy_out(tensor.detach())
@@ -54,7 +57,7 @@ class Offloaded:
 
     def prefetch(self) -> None:
         """Start copying back, in the order in which this is asked."""
-        if self._device.type == "cpu" or self._loaded is not None:
+        if self._device.type in _COPIED_PLAINLY or self._loaded is not None:
             return
         stream = _stream(self._device)
         with stream:
@@ -63,7 +66,7 @@ class Offloaded:
 
     def load(self) -> torch.Tensor:
         """Return the tensor on its device; it is not kept there."""
-        if self._device.type == "cpu":
+        if self._device.type in _COPIED_PLAINLY:
             return self._host.clone()
         self.prefetch()
         loaded, self._loaded = self._loaded, None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.eager.types.errors import CheckpointError
+from remat.eager.types.errors import Differs
 
 Metadata = Any
 MetadataFunction = Callable[[torch.Tensor], Metadata]
@@ -23,7 +23,15 @@ MetadataFunction = Callable[[torch.Tensor], Metadata]
 
 def default_metadata(tensor: torch.Tensor) -> Metadata:
     """Return shape, dtype and device; True stands for the CPU, since asking for a device makes an object each time."""
-    return tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device
+    return shape_of(tensor), tensor.dtype, tensor.is_cpu or tensor.device
+
+
+def shape_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor's shape; the shapes of its parts for a nested one that is not jagged, which has no shape."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return tuple(tuple(shape) for shape in tensor._nested_tensor_size().tolist())
 
 
 def _device(noted: Any) -> torch.device:
@@ -117,31 +125,31 @@ _TIP = (
 )
 
 
-def metadata_error(mismatches: Sequence[Mismatch], first: str, causes: str) -> CheckpointError:
+def metadata_error(mismatches: Sequence[Mismatch], first: str, causes: str) -> Differs:
     """Return the error for tensors that were recomputed with other metadata."""
     listed = "".join(
         f"tensor at position {m.index}:\nsaved metadata: {describe_metadata(m.forward)}\n"
         f"recomputed metadata: {describe_metadata(m.recompute)}\n"
         for m in mismatches
     )
-    return CheckpointError(
+    return Differs(
         "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
         f"during the forward pass.\n{listed}{first}{causes}\n{_TIP}"
     )
 
 
-def fewer_error(num_forward: int, num_recompute: int, first: str, causes: str) -> CheckpointError:
+def fewer_error(num_forward: int, num_recompute: int, first: str, causes: str) -> Differs:
     """Return the error for a recomputation that saved fewer tensors."""
-    return CheckpointError(
+    return Differs(
         "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
         f"recomputation.\nNumber of tensors saved during forward: {num_forward}\n"
         f"Number of tensors saved during recomputation: {num_recompute}.\n{first}{causes}\n{_TIP}"
     )
 
 
-def more_error(first: str, causes: str) -> CheckpointError:
+def more_error(first: str, causes: str) -> Differs:
     """Return the error for a recomputation that saved more tensors."""
-    return CheckpointError(
+    return Differs(
         "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original "
         f"forward pass.\n{first}{causes}\n{_TIP}"
     )

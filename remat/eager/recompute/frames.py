@@ -33,13 +33,14 @@ from remat.eager.state.renorm import RenormReplay, renormed_twice
 from remat.eager.state.state import ReadGuard, WatchedState
 from remat.eager.state.swap import Copies, replayed
 from remat.eager.state.write_guard import Clearance, WriteGuard, changed_twice
-from remat.eager.types.errors import CheckpointError
+from remat.eager.types.errors import CheckpointError, Differs
 from remat.eager.types.execution import Execution, all_of, local
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
     get_graph_exec_group,
     is_full_backward,
+    is_in_forward_ad,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     set_grad_enabled,
@@ -151,7 +152,10 @@ class Frame:
                 holder.segment = segment
             caller = getframe(1)
             if check is default_metadata:  # as it would answer, without the call
-                metadata: Metadata = (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device)
+                try:
+                    metadata: Metadata = (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device)
+                except RuntimeError:
+                    metadata = default_metadata(tensor)
             else:
                 metadata = _noted(check, tensor)
             add_save((ref(holder), caller.f_code, caller.f_lasti, metadata))
@@ -199,11 +203,30 @@ class Frame:
             )
 
     def _recompute_for(self, task: Any, holder: Holder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if task == -1:
-            self._recompute(task, holder, args, kwargs)  # outside of backward nobody else's values are wanted
-        elif not self._was_run_for(task):  # an outer region, asked for these arguments, may have run this one again
-            self._recompute(task, None, args, kwargs)
+        only = holder if task == -1 else None  # outside of backward nobody else's values are wanted
+        if only is None and self._was_run_for(task):
+            return  # an outer region, asked for these arguments, may have run this one again
+        is_guarded, differs = self._needs_guard(), False
+        try:
+            self._recompute(task, only, args, kwargs, is_guarded)
+        except Differs:
+            if not is_guarded or self.store is not None:
+                raise
+            differs = True
+        if differs:  # under a dispatch mode some ops are made of others: `ctc_loss`
+            self._forget_run_of_children(task)
+            self._recompute(task, only, args, kwargs, is_guarded=False)
+        if is_guarded and self.clearance is not None and only is None:  # for one value, too little has been run
+            self.clearance.give()
+        if only is None:
             self.note_recomputed(task)
+
+    def _needs_guard(self) -> bool:
+        """True for a recomputation that is to be watched for writes to what outlives it.
+
+        Under a dispatch mode forward-mode derivatives are computed by other ops than in forward.
+        """
+        return self.clearance is not None and not self.clearance.is_given() and not is_in_forward_ad()
 
     def _was_run_for(self, task: Any) -> bool:
         return task in self._tasks or (self._groups is not None and task in self._groups)
@@ -216,6 +239,16 @@ class Frame:
             if self._groups is None:
                 self._groups = weakref.WeakSet()
             self._groups.add(task)
+
+    def _forget_run_of_children(self, task: Any) -> None:
+        """Have inner regions serve a backward pass once more, whose values of an earlier run have been dropped."""
+        for reference in (self.children or {}).values():
+            child = reference()
+            if child is not None:
+                child._tasks = tuple([done for done in child._tasks if done != task])
+                if child._groups is not None:
+                    child._groups.discard(task)
+                child._forget_run_of_children(task)
 
     def can_be_refilled(self, task: Any) -> bool:
         """True if a run inside the recomputation of an outer region can serve this one's backward."""
@@ -255,10 +288,12 @@ class Frame:
         _forget_leftovers(run, outer.task)
         return out
 
-    def _recompute(self, task: Any, only: Holder | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _recompute(
+        self, task: Any, only: Holder | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_guarded: bool
+    ) -> None:
         """Run the forward again and put what it saves into the holders, or into one of them."""
         run = Recomputation(self, task, only)
-        surroundings = self._surroundings(run)
+        surroundings = self._surroundings(run, is_guarded)
         had_grad, outer = is_grad_enabled(), local.execution
         random_state = rng.swap_in(self.rng) if self.rng is not None else None
         watched: list[Any] = []
@@ -285,23 +320,20 @@ class Frame:
                 rng.put_back(random_state)
         if not run.is_complete:
             run.check()
-        if run.is_guarded and self.clearance is not None and only is None:  # for one value, too little has been run
-            self.clearance.give()
         _forget_leftovers(run, task)
 
-    def _surroundings(self, run: Recomputation) -> list[AbstractContextManager[Any]]:
+    def _surroundings(self, run: Recomputation, is_guarded: bool) -> list[AbstractContextManager[Any]]:
         """Return what the recomputation must be run under, outermost first; usually nothing."""
         found: list[AbstractContextManager[Any]] = []
         if not ambient_settings.is_in_force(self.ambient):
             found.append(ambient_settings.restored(self.ambient))
         state = self.state
         copies = state.buffers.copies() if state is not None and state.buffers is not None else []
-        if self.clearance is not None and not self.clearance.is_given():
+        if is_guarded:
             outliving = self.arguments.tensors() + (state.tensors() if state is not None else [])
             guard = WriteGuard(lambda what: changed_twice(self.label, what), self.rng, self.label, outliving)
             guard.allow(copy for _, _, copy in copies)
             found.append(guard)
-            run.is_guarded = True
         if state is not None:
             found.extend(self._state_surroundings(state, copies, run))
         if self.make_replayer is not None:

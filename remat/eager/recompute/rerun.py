@@ -65,7 +65,6 @@ class Recomputation:
         "_task",
         "guard",
         "is_complete",
-        "is_guarded",
         "num_needed",
         "stop",
     )
@@ -80,7 +79,6 @@ class Recomputation:
         self.is_complete = False  # known to have saved all that was needed, and alike
         self._rest: Iterator[Save] = iter(saves)  # what the forward saved and this run has not come to yet
         self.guard: ReadGuard | None = None
-        self.is_guarded = False  # against writes to what outlives it
         self.stop = _StopRecomputation()
         self.num_needed = len(saves) if only is None else _index_of(only, saves) + 1
         if only is None and self._stops:
@@ -150,7 +148,11 @@ class Recomputation:
                     watch((tensor, tensor._version, holder))
                 except (RuntimeError, AttributeError):  # as in `version_of`, without the call
                     watch((tensor, -1, holder))
-                if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
+                try:
+                    is_alike = save[3] == (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device)
+                except RuntimeError:
+                    is_alike = save[3] == default_metadata(tensor)
+                if not is_alike:
                     run.note_mismatch(save, default_metadata(tensor), getframe(1))
             if save is last:
                 if _FILLED_LATE.isdisjoint(getframe(1).f_code.co_names):
@@ -186,10 +188,7 @@ class Recomputation:
                     watch((tensor, tensor._version, holder))
                 except (RuntimeError, AttributeError):  # as in `version_of`, without the call
                     watch((tensor, -1, holder))
-                if check is default_metadata:
-                    if save[3] != (tensor.shape, tensor.dtype, tensor.is_cpu or tensor.device):
-                        run.note_mismatch(save, default_metadata(tensor), sys._getframe(1))
-                elif check is not None:
+                if check is not None:
                     run.compare(save, value, check, sys._getframe(1))
             else:
                 packed = _cut(tensor)
