@@ -760,14 +760,24 @@ def _line_of(error: Any) -> str:
 
 
 def untraced_line(error: BaseException) -> tuple[str, str] | None:
-    """The line that Dynamo could not trace, and why; None if the error is not one of Dynamo's."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    """The line that could not be traced, and why; None if neither Dynamo nor what it hands graphs to says so."""
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
+    if isinstance(error, BackendCompilerFailed):  # its own text is about the backend
+        cause = error.inner_exception
+        return _line_of(error), f"{type(cause).__name__}: {next(iter(_lines_of(cause)), '')}"
     if not isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)):
         return None
-    lines = [line.strip() for line in str(error.args[0] if error.args else error).strip().splitlines()]
-    more = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
-    return _line_of(error), ": ".join([*lines[:1], *more[:1]])
+    lines = _lines_of(error)
+    told = [
+        line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Developer debug context: "))
+    ]
+    return _line_of(error), ": ".join([*lines[:1], *told[:1]])
+
+
+def _lines_of(error: BaseException) -> list[str]:
+    """What an error says, line by line; without what says nothing."""
+    return [line.strip() for line in str(error.args[0] if error.args else error).splitlines() if line.strip()]
 
 
 def program_fails(error: BaseException) -> bool:
@@ -850,8 +860,8 @@ def expression_of(size: torch.SymInt) -> sympy.Expr:
 
 
 def example_values(shape_env: Any) -> dict[sympy.Symbol, int]:
-    """The sizes that the graph was traced with, for symbols that have one."""
-    return {symbol: int(value) for symbol, value in shape_env.backed_var_to_val.items()}
+    """The sizes that the graph was traced with, for symbols that have one; the length of a ragged dimension is none."""
+    return {symbol: int(value) for symbol, value in shape_env.backed_var_to_val.items() if value.is_Integer}
 
 
 def symbol_bounds(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
