@@ -1,1 +1,7 @@
-"""TODO room."""
+"""From a plan to two graphs: extraction, replay of random ops, offload, and the checks on what is handed over.
+
+Comes in: the joint graph and a schedule. Goes out: `Halves`. `verify` runs when all rewrites are done: each node of the
+two graphs has to stand for a node of the joint graph.
+
+Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges
+"""

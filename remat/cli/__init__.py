@@ -1,1 +1,4 @@
-"""TODO room."""
+"""The command `remat`: explain, show, diff, pareto.
+
+Imports: passes, eager, regions, compiled, report, integrations
+"""

@@ -12,11 +12,11 @@ from typing import Any, get_origin
 import torch.fx as fx
 
 from ..passes.budgets.budget import Budget
+from ..passes.budgets.text import parse_budget
 from ..passes.plans.plan import Plan, plans_from_json
 from ..passes.prices.op_call import OpCall
 from ..passes.shared.errors import OptionError
 from ..passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
-from ..regions.budget_text import parse_budget
 from .frontier_file import no_frontier
 
 Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]

@@ -1,4 +1,17 @@
-"""The eager engine: regions and policies without a compiler."""
+"""The eager engine: regions and policies without a compiler.
+
+Decides what a call of a region keeps and what its backward computes again, op by op. Its rooms, each of which imports
+only those above it:
+
+    types       what runs on this thread, errors, and the protocols of frame and store
+    state       what a forward reads and changes beside its arguments, put back for its recomputation
+    offload     tensors that wait in host memory or on disk
+    selective   policies: which results of ops are kept, and how they are found again
+    recompute   frames of running regions, what they saved, and the recomputation for backward
+    torch_api   every name of torch.utils.checkpoint, over this engine
+
+Imports: passes
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RegionOptions:
         """The bound on the region's share of the activation peak."""
         if self.memory_budget is None:
             return None
-        from remat.regions.budget_text import parse_budget  # leads to the planners, which most programs never need
+        from remat.passes.budgets.text import parse_budget  # leads to the planners, which most programs never need
 
         return parse_budget(self.memory_budget)
 

@@ -19,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import remat
 from remat.compiled.options import Options
 from remat.passes.budgets.budget import Budget, alive_lines
+from remat.passes.budgets.text import parse_budget
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price
@@ -26,7 +27,6 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.readable import size
-from remat.regions.budget_text import parse_budget
 
 # --- what users may say ------------------------------------------------------------------------------------------
 

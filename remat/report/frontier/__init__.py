@@ -1,1 +1,4 @@
-"""TODO room."""
+"""The frontier of time against peak: plans for ever smaller budgets.
+
+Imports: passes, eager, regions, compiled, report.data, report.forms
+"""

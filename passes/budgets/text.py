@@ -7,8 +7,8 @@ import numbers
 import re
 from typing import Any
 
-from ..passes.budgets.budget import SMALLEST_BYTES, Budget
-from ..passes.shared.errors import OptionError
+from ..shared.errors import OptionError
+from .budget import SMALLEST_BYTES, Budget
 
 UNITS = {
     "B": 1,
