@@ -5,8 +5,8 @@
     python benchmarks/same_plans.py compare before.json after.json
 
 Planned are the models of the zoo for several budgets and both inner compilers, models with regions that have policies
-and budgets, models whose sizes are symbols, frontiers, and the random graphs of tests/instances.py. Costs are those of
-one made-up machine, so dumps of different machines can be compared. Nothing is lowered; only the cases called
+and budgets, models whose sizes are symbols, frontiers, and the random graphs of tests/support/instances.py. Costs are
+those of one made-up machine, so dumps of different machines can be compared. Nothing is lowered; only the cases called
 `compiled` run a step, of graphs that are executed as they are.
 
 All goes through remat's public names, since a change may move whatever is behind them. A case has a digest for each
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import importlib
 import json
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx as fx
-import zoo
+from support import instances, zoo
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx
@@ -46,23 +45,19 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._pytree import tree_map
 
 import remat
+from remat.compiled import calibration
 
 # --- what has no public name ----------------------------------------------------------------------------------------
-
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS)]  # the random graphs are the tests' own
-instances: Any = importlib.import_module("instances")
-calibration: Any = importlib.import_module("remat.calibration")
 
 
 def random_joint(number: int) -> fx.GraphModule:
     """The joint graph of a random instance, made anew; it has one forward output."""
-    return instances.instance(number).graph.module  # type: ignore[no-any-return]
+    return instances.instance(number).graph.module
 
 
 def publish(split: Any) -> None:
     """Have a partition function report what it planned: for inductor and a budget it leaves that to the backend."""
-    split.publish()
+    split.watcher.publish()
 
 
 class KnownMachine:
