@@ -11,13 +11,14 @@ What is looked for is one letter per argument, a capital for the input that is w
     r   lies row by row without gaps, and has the type of the input that is written over
     f   the same, where the first dimension has size 1: its stride says nothing of where elements are, but is compared
     s   has the strides that are given as `<name>_stride`, and the type of the input that is written over
+    m   lies row by row without gaps, and is a mask, of which ops are certain themselves
     o   lies row by row without gaps, and has the type that is given as `<name>_dtype`
     t   has the strides and the type that are given
     n   a number, or a tensor with one element: nothing to look for
 
-What is not written is not looked for. The functions are found by name, `add_Tensor__Rr` say, so that graphs that call
-them can be printed, copied and pickled. They are written out for each op and letters: to hand arguments on as `*args`
-would take as long as the look.
+Arguments without a letter are not looked at. The functions are found by name, `add_Tensor__Rr` say, so that graphs that
+call them can be printed, copied and stored. They are written out for each op and letters: to hand arguments on as
+`*args` would take as long as the look.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ ROWS_ONLY = frozenset({*BY_ROW, _aten.masked_fill.Scalar})
 _LOOKS = {
     "r": "{0}.is_contiguous()",
     "f": "{0}.is_contiguous() and {0}.stride(0) == {0}.numel()",
+    "m": "{0}.is_contiguous()",
     "s": "{0}.stride() == {0}_stride",
     "o": "{0}.is_contiguous() and {0}.dtype is {0}_dtype",
     "t": "{0}.stride() == {0}_stride and {0}.dtype is {0}_dtype",

@@ -25,7 +25,7 @@ from .checked_forms import BY_ROW, FIRST_INPUT, FORMS, ROWS_ONLY, checked_form, 
 from .joint_graph import tensor_of
 from .layouts import has_no_gaps, is_in_order_of, is_row_major
 
-TRUSTED_NAMESPACES = frozenset(["aten", "prims"])
+TRUSTED_NAMESPACES = frozenset(["aten", "prims", "remat"])
 """Libraries whose operators say truthfully whether a result shares an input's memory."""
 
 
@@ -81,7 +81,7 @@ def _letter(value: torch.Tensor, result: torch.Tensor) -> str | None:
     shared = zip(reversed(range(value.dim())), reversed(result.shape), strict=False)
     ones = [dim for dim, size in shared if statically_equal(size, 1)]  # elements may lie alike whatever their strides
     if is_row_major(value) and not ones:
-        return "r" if is_same_type else "o"
+        return "r" if is_same_type else "m" if value.dtype is torch.bool else "o"
     if all(isinstance(number, int) for number in (*value.stride(), *result.shape)):
         return "s" if is_same_type else "t"
     return "f" if is_row_major(value) and is_same_type and ones == [0] and value.dim() == result.dim() else None
@@ -127,7 +127,6 @@ def write_over(node: fx.Node, source: fx.Node) -> None:
             said |= {f"{argument.name}_{what}": layout[what] for what in given_for(letter)}
     node.target = checked_form(op, "".join(letters))
     node.kwargs = {**said, **node.kwargs}
-    node.meta["is_wrapped"] = True  # by which torch.fx knows a function that it must not look into
 
 
 def overwritten_by(node: fx.Node) -> fx.Node | None:

@@ -4,7 +4,7 @@ Torch's kernel returns a mask and the result, and drawing the mask takes ten tim
 are kept or both are drawn again, although a mask is a quarter of its result's bytes, and the result is two products
 away from it. On a CPU the kernel itself draws a mask, multiplies by it and scales: in single and double precision the
 same ops one after the other give the same bits and leave the generator where it was. In half precision the kernel
-rounds less often, and an input with gaps or in another order of dimensions has its numbers in another order.
+rounds less often.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import tensor_of
-from ..graph.layouts import is_row_major
+from ..shared.mask_op import bernoulli_like_op
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def take_dropout_apart(joint: fx.GraphModule) -> None:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Does the kernel draw a mask in the order of the input's elements, and round after each step?"""
+    """Does the kernel draw a mask, and round after each step?"""
     source, rate, training = node.args
     value = tensor_of(source) if isinstance(source, fx.Node) else None
     return (
@@ -41,7 +41,6 @@ def _is_known(node: fx.Node) -> bool:
         and value.device.type == "cpu"
         and value.dtype in _DTYPES
         and value.layout is torch.strided
-        and is_row_major(value)
         and isinstance(rate, float)
         and 0.0 < rate < 1.0
         and training is True
@@ -53,8 +52,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     source: Any = node.args[0]
     rate: Any = node.args[1]
     with graph.inserting_before(node):
-        room = _add(graph, node, "room", _aten.empty_like.default, source, dtype=torch.bool)
-        mask = _add(graph, node, "mask", _aten.bernoulli.p, room, 1.0 - rate)
+        mask = _add(graph, node, "mask", bernoulli_like_op(), source, 1.0 - rate)
         masked = _add(graph, node, "masked", _aten.mul.Tensor, source, mask)
         scaled = _add(graph, node, "scaled", _aten.mul.Scalar, masked, 1.0 / (1.0 - rate))
     for user in list(node.users):
@@ -63,9 +61,9 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _add(graph: fx.Graph, dropout: fx.Node, what: str, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _add(graph: fx.Graph, dropout: fx.Node, what: str, op: Any, *args: Any) -> fx.Node:
     """An op that does a part of what a dropout does, and stands in the same place of the program."""
-    node = graph.create_node("call_function", op, args, kwargs, name=f"{dropout.name}_{what}")
+    node = graph.create_node("call_function", op, args, name=f"{dropout.name}_{what}")
     node.meta = {key: value for key, value in dropout.meta.items() if key != "tensor_meta"}
-    node.meta["val"] = op(*[a.meta["val"] if isinstance(a, fx.Node) else a for a in args], **kwargs)
+    node.meta["val"] = op(*[a.meta["val"] if isinstance(a, fx.Node) else a for a in args])
     return node

@@ -7,6 +7,8 @@ import functools
 import itertools
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -223,7 +225,7 @@ def test_result_of_one_number_may_be_written_over_another() -> None:
     assert fx.GraphModule(nn.Module(), graph)(x).data_ptr() == x.data_ptr()
 
 
-def test_graph_that_writes_over_inputs_can_be_printed_copied_and_pickled() -> None:
+def test_graph_that_writes_over_inputs_can_be_printed_and_copied() -> None:
     x, y = torch.rand(4, 6), torch.rand(6, 4).t()
     for args in [(x, x.clone()), (y, y.clone())]:
         graph, (node, first, _) = graph_of(aten.add.Tensor, args)
@@ -231,11 +233,18 @@ def test_graph_that_writes_over_inputs_can_be_printed_copied_and_pickled() -> No
         assert overwritten_by(node) is first
         module = fx.GraphModule(nn.Module(), graph)
         assert "add_Tensor__" in module.code
-        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            (call,) = twin.graph.find_nodes(op="call_function", target=node.target)
-            assert overwritten_by(call) is call.args[0]
-            target, other = (a.clone() for a in args)
-            assert twin(target, other).data_ptr() == target.data_ptr()
+        twin = copy.deepcopy(module)
+        (call,) = twin.graph.find_nodes(op="call_function", target=node.target)
+        assert overwritten_by(call) is call.args[0]
+        target, other = (a.clone() for a in args)
+        assert twin(target, other).data_ptr() == target.data_ptr()
+
+
+def test_what_a_graph_calls_is_found_by_name_in_any_process() -> None:
+    function = checked_forms.checked_form(aten.where.self, "mRr")
+    text = f"import pickle, torch; f = pickle.loads({pickle.dumps(function)!r}); x = torch.rand(2, 3)"
+    check = "assert f(x > 0.5, x, -x).data_ptr() == x.data_ptr() and f.__name__ == 'where_self__mRr'"
+    subprocess.run([sys.executable, "-c", f"{text}; {check}"], check=True, timeout=120)
     with pytest.raises(AttributeError):
         checked_forms.add_Tensor__rr  # noqa: B018
 
