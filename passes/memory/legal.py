@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch.fx as fx
 
 from ..graph.constraints import Constraints, base_of, written_arguments
-from ..graph.joint_graph import JointGraph, Role, backward_inputs
+from ..graph.joint_graph import FORWARD_SIDE, JointGraph, Role, backward_inputs
 from ..shared.errors import VerificationError
 from .schedule import Schedule
 
@@ -19,6 +19,7 @@ def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Sched
         constraint = constraints.of[i]
         if constraint is None or (constraint.no_save is not None and not constraint.is_free):
             raise VerificationError(f"`{graph.nodes[i].name}` is handed to backward although it may not be saved")
+    _check_own_ops(graph, constraints, schedule)
     overwritten: set[int] = set()
     for i in schedule.events:
         stale = [j for j in graph.inputs[i] if graph.roles[i] is not Role.BACKWARD and base_of(graph, j) in overwritten]
@@ -47,6 +48,18 @@ def verify_schedule(graph: JointGraph, constraints: Constraints, schedule: Sched
     ]
     if missing:
         raise VerificationError(f"backward never computes `{graph.nodes[missing[0]].name}`")
+
+
+def _check_own_ops(graph: JointGraph, constraints: Constraints, schedule: Schedule) -> None:
+    """Backward runs ops of its own, each once, and values of forward; neither inputs nor what was not asked for."""
+    own, seen = frozenset(graph.backward_order), set[int]()
+    for i in schedule.events:
+        constraint, is_forward = constraints.of[i], graph.roles[i] in FORWARD_SIDE
+        if (constraint is not None and constraint.is_free) or not (is_forward or i in own):
+            raise VerificationError(f"`{graph.nodes[i].name}` runs in backward, of which it is no op")
+        if i in seen and not is_forward:
+            raise VerificationError(f"`{graph.nodes[i].name}` runs twice, but only values of forward may run again")
+        seen.add(i)
 
 
 def _check_collectives(graph: JointGraph, schedule: Schedule) -> None:

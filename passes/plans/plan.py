@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from ..budgets.budget import RegionShare
 from ..graph.constraints import Reason
-from ..shared.fields import NOT_STORED, Damaged, is_stored, read, refused, shown
+from ..shared.fields import NOT_STORED, Damaged, read, refused, shown, stored
 from ..shared.files import parsed_file, replace_file
 from ..shared.readable import size
 from ..shared.source import source_line as source_line
 from ..sizes.symbols import SizeSymbol
-from .claims import check_claims
 from .sizes import plan_at, size_lines, sizes_text
 
-FORMAT = 6
-"""Version of the JSON form; a reader refuses what it does not know."""
+FORMAT = 1
+"""Version of the JSON form; a reader refuses any other."""
 
-READABLE = (2, 3, 4, 5, FORMAT)
-"""Format 2 had nothing to say of sizes that are symbols, format 3 nothing of times at other sizes, format 4 nothing of
-what no plan within the budget undercuts, format 5 nothing of what is done for a budget only, and of views."""
+DIGEST_LENGTH = 32
+"""Characters of a digest: it tells edits and damage, and guards against nobody."""
 
 
 class Action(Enum):
@@ -149,9 +148,9 @@ class Plan:
     most_ranges: int | None = None
     """At most how many plans serve all sizes of this graph, each in its range; None if this one serves all of them."""
     forward_seconds: float | None = None
-    """What running forward once more would take, by the cost model; None if an earlier version made the plan."""
+    """What running forward once more would take, by the cost model."""
     extra_seconds: float | None = None
-    """What keeping and recomputing add to the step, by the cost model; None if an earlier version made the plan."""
+    """What keeping and recomputing add to the step, by the cost model; None at other sizes than it was made for."""
     least_extra_seconds: float | None = None
     """What no plan within the budget undercuts, by the cost model; None without a budget, or if this one exceeds it."""
     times: TimeExpressions | None = None
@@ -196,10 +195,18 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, one decision a line, fit for diffs."""
-        data = {"format": FORMAT, **asdict(self), "decisions": [_decision_to_dict(d) for d in self.decisions]}
-        left_out = {field.name for field in fields(self) if not is_stored(field)}
-        rows = (f"  {json.dumps(name)}: {_json_rows(value)}" for name, value in data.items() if name not in left_out)
+        data = {"format": FORMAT, "digest": self.digest, **self._content()}
+        rows = (f"  {json.dumps(name)}: {_json_rows(value)}" for name, value in data.items())
         return "{\n" + ",\n".join(rows) + "\n}\n"
+
+    @property
+    def digest(self) -> str:
+        """A short text that is another one for every other plan."""
+        text = json.dumps(self._content(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+    def _content(self) -> dict[str, Any]:
+        return {**stored(self), "decisions": [_decision_to_dict(d) for d in self.decisions]}
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -298,18 +305,30 @@ def plans_from_json(text: str, file: str = "") -> tuple[Plan, ...]:
 
 
 def _checked_plan(data: Any, path: str, file: str) -> Plan:
-    """A plan all of whose fields hold what they are to hold; `path` is what their names begin with in its file."""
+    """A plan all of whose fields have their types, and that is as it was saved.
+
+    `path` is what the names of fields begin with in its file.
+    """
     if not isinstance(data, dict):
         raise ValueError(f"this plan is damaged: {refused(path.removesuffix('.'), data, 'an object with fields')}")
     number = data.get("format")
-    if isinstance(number, bool) or number not in READABLE:
+    if isinstance(number, bool) or number != FORMAT:
         raise ValueError(f"this plan has format {shown(number)}; this version of remat reads format {FORMAT}")
     try:
-        plan = read(Plan, {name: value for name, value in data.items() if name != "format"})
-        check_claims(plan)
+        plan = read(Plan, {name: value for name, value in data.items() if name not in ("format", "digest")})
+        _check_digest(plan, data.get("digest"))
     except Damaged as error:
         raise ValueError(f"this plan is damaged: {path}{error}") from error
     return replace(plan, file=file)
+
+
+def _check_digest(plan: Plan, stated: object) -> None:
+    if stated != plan.digest:
+        raise Damaged(
+            f"digest is {shown(stated)}, but that of what the plan holds is {plan.digest!r}: it was edited or damaged "
+            "after it was saved.\nMake the plan anew; or, if you meant the edit, write the second digest in place of "
+            "the first. What the plan does is checked again when it is applied."
+        )
 
 
 def _json_rows(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""Apply a stored plan: check that it was made for this graph, and turn it back into an order of nodes."""
+"""Apply a stored plan: check that it was made for this graph and does what it says, and turn it into an order of nodes.
+
+A file's digest tells edits and damage. What is checked here is what counts for the graph, whoever wrote the plan: the
+schedule that its order makes breaks no rule, and has the peak that the plan states.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ import torch.fx as fx
 from ..graph.constraints import Constraints
 from ..graph.joint_graph import JointGraph, describe_graph
 from ..graph.region_tag import region_of
+from ..memory.legal import verify_schedule
 from ..memory.schedule import Schedule, Scheduler
-from ..memory.storage import Storages
+from ..memory.simulate import simulate
+from ..memory.storage import Storages, find_storages
 from ..search.problem import FlowProblem
-from ..shared.errors import PlanMismatch
-from ..sizes.expressions import is_true, to_sympy
+from ..shared.errors import PlanMismatch, VerificationError
+from ..sizes.expressions import evaluate, is_true, to_sympy
 from ..sizes.symbols import Sizes
-from .plan import Plan
-from .stored_check import check_stored, damage, is_kept, name_of, num_common, values_of
+from .plan import Action, Plan
 from .write_plan import Chosen
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}
@@ -27,6 +32,10 @@ EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node,
 MOST_NAMED = 3
 """How many regions an error names."""
 
+ESTIMATE = 1.5
+"""By what factor the peak of a plan for inductor may differ from the one that it states: what is predicted for a
+compiler depends on the device, and the plan may have been made for another one."""
+
 
 def apply_plan(problem: FlowProblem, stored: Sequence[Plan], storages: Storages, key: str) -> Chosen:
     """Apply the one of the stored plans that was made for this graph; `key` is that of plans that are made now."""
@@ -34,23 +43,26 @@ def apply_plan(problem: FlowProblem, stored: Sequence[Plan], storages: Storages,
     found = describe_graph(problem.graph)
     fitting = [plan for plan in stored if plan.graph == found]
     if not fitting:
-        closest = max(stored, key=lambda plan: num_common(plan.graph, found))
+        closest = max(stored, key=lambda plan: _num_common(plan.graph, found))
         raise PlanMismatch(_difference(closest, problem.graph, found, storages, len(stored)))
     # One plan is applied at all sizes; of several, each in the range of sizes that it was made for.
     covering = next((plan for plan in fitting if _covers(plan, sizes)), None) if len(fitting) > 1 else None
     plan = covering or fitting[0]
     schedule = schedule_from(plan, problem.graph, problem.constraints)
-    check_stored(plan, schedule, problem, storages, key)
+    try:
+        verify_schedule(problem.graph, problem.constraints, schedule)
+    except VerificationError as error:
+        raise PlanMismatch(
+            f"{_name_of(plan)} breaks a rule of this graph: {error}\nEither the model's policies are not those that "
+            "it was made under, or the plan was changed: make it anew."
+        ) from error
+    _check_peak(plan, schedule, problem.graph, storages, key)
     return Chosen(plan, schedule, () if covering is None else _guards(plan, sizes))
 
 
 def _covers(plan: Plan, sizes: Sizes) -> bool:
     """True if a plan's guards hold at the sizes of the example."""
-    values = values_of(sizes)
-    try:
-        return all(is_true(guard, values) for guard in plan.guards)
-    except ValueError as error:
-        raise PlanMismatch(damage(plan, f"guards say nothing of this graph's sizes: {error}")) from error
+    return all(is_true(guard, _values_of(sizes)) for guard in plan.guards)
 
 
 def _guards(plan: Plan, sizes: Sizes) -> tuple[Any, ...]:
@@ -61,17 +73,69 @@ def _guards(plan: Plan, sizes: Sizes) -> tuple[Any, ...]:
 def schedule_from(plan: Plan, graph: JointGraph, constraints: Constraints) -> Schedule:
     """The schedule that a plan for this graph describes."""
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    named = [(f"order[{k}]", name) for k, name in enumerate(plan.order)]
-    named += [(f"decisions[{k}].value", decision.value) for k, decision in enumerate(plan.decisions)]
-    unknown = next(((place, name) for place, name in named if name not in position), None)
+    kept = [decision.value for decision in plan.decisions if decision.action is not Action.RECOMPUTE]
+    unknown = next((name for name in (*kept, *plan.order) if name not in position), None)
     if unknown is not None:
-        raise PlanMismatch(damage(plan, f"{unknown[0]} is `{unknown[1]}`, which its graph has not"))
-    writer = Scheduler(graph, constraints).writer([position[d.value] for d in plan.decisions if is_kept(d)])
+        raise PlanMismatch(f"{_name_of(plan)} speaks of `{unknown}`, which its graph has not: make it anew.")
+    writer = Scheduler(graph, constraints).writer([position[name] for name in kept])
     for name in plan.order:
         writer.run_again(position[name])
     for root in (graph.resolve(o) for o in graph.backward_outputs if isinstance(o, fx.Node)):
         writer.run(root)
+    made = tuple([graph.nodes[i].name for i in writer.events])
+    if made != plan.order:
+        name = made[_num_common(made, plan.order)]  # what a writer adds makes its order the longer one
+        raise PlanMismatch(f"{_name_of(plan)} has an order in which `{name}` is missing: make it anew.")
     return replace(writer.finish(), phases=plan.phases)
+
+
+def _check_peak(plan: Plan, schedule: Schedule, graph: JointGraph, storages: Storages, key: str) -> None:
+    stated = _stated_bytes(plan, storages.sizes)
+    found = simulate(graph, storages, schedule).peak_bytes
+    if stated is None or found == stated or _version(plan.key) != _version(key):
+        return  # other versions of remat may know more of what takes memory, or less
+    is_fused = plan.peak.executor == "inductor"
+    if is_fused and storages.workspace:
+        return  # which depends on how many threads a machine has
+    for overwrites in (False, True):
+        other = find_storages(graph, fuses=is_fused, overwrites=overwrites and not is_fused, sizes=storages.sizes)
+        simulated = simulate(graph, other, schedule).peak_bytes
+        if simulated == stated or (is_fused and stated / ESTIMATE <= simulated <= stated * ESTIMATE):
+            return
+    raise PlanMismatch(
+        f"{_name_of(plan)} does not have the peak that it states: {stated} bytes, but its order takes {found} bytes.\n"
+        "Either the tensors are laid out in memory in another way than those that it was made for, or the plan was "
+        "changed: make it anew."
+    )
+
+
+def _stated_bytes(plan: Plan, sizes: Sizes) -> int | None:
+    """The peak that a plan states for some sizes; None if it says nothing of those."""
+    values = _values_of(sizes)
+    if plan.peak.expression:
+        return evaluate(plan.peak.expression, values)
+    return plan.peak.num_bytes if {symbol.name: symbol.value for symbol in plan.symbols} == values else None
+
+
+def _version(key: str) -> str:
+    """The part of a key that says which version of remat made a plan."""
+    return key.rpartition("-")[0]
+
+
+def _name_of(plan: Plan) -> str:
+    """A plan in a sentence."""
+    return f"the plan in {plan.file!r}" if plan.file else "this plan"
+
+
+def _values_of(sizes: Sizes) -> dict[str, int]:
+    """What the symbols of a graph stand for, by name."""
+    return {symbol.name: value for symbol, value in sizes.values.items()}
+
+
+def _num_common(expected: Sequence[str], actual: Sequence[str]) -> int:
+    """How many entries two lists have in common before they differ."""
+    pairs = zip(expected, actual, strict=False)
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))
 
 
 # -------------------------------------------------------------------------------------------------- other graphs
@@ -79,9 +143,9 @@ def schedule_from(plan: Plan, graph: JointGraph, constraints: Constraints) -> Sc
 
 def _difference(closest: Plan, graph: JointGraph, found: Sequence[str], storages: Storages, num_plans: int) -> str:
     """Say what a graph has that the closest plan's has not, and the likeliest cause first."""
-    number = num_common(closest.graph, found)
+    number = _num_common(closest.graph, found)
     nodes = [lines[number] if number < len(lines) else "(no more nodes)" for lines in (closest.graph, found)]
-    which = f"{name_of(closest)} was" if num_plans == 1 else f"all {num_plans} plans were"
+    which = f"{_name_of(closest)} was" if num_plans == 1 else f"all {num_plans} plans were"
     file = f" ({closest.file!r})" if closest.file else ""
     lines = [
         *_causes(closest, graph, storages),
@@ -101,7 +165,7 @@ def _counted(lines: Sequence[str]) -> str:
 
 def _causes(plan: Plan, graph: JointGraph, storages: Storages) -> Iterator[str]:
     """Why a plan may be for another graph although the model is the same."""
-    name = name_of(plan)
+    name = _name_of(plan)
     executor = "inductor" if any(storages.is_fused) else "node by node"
     if plan.peak.executor != executor:
         yield (

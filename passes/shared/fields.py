@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from enum import Enum, EnumType
 from functools import cache
 from types import NoneType, UnionType
@@ -33,8 +33,13 @@ def read(kind: type[T], data: Any) -> T:
     return cast("T", _reader(cast("Any", kind))(data, ""))
 
 
-def is_stored(field: Field[Any]) -> bool:
-    """True for a field that is part of the JSON form."""
+def stored(instance: Any) -> dict[str, Any]:
+    """What of a dataclass is part of its JSON form."""
+    names = {field.name for field in fields(instance) if _is_stored(field)}
+    return {name: value for name, value in asdict(instance).items() if name in names}
+
+
+def _is_stored(field: Field[Any]) -> bool:
     return bool(field.metadata.get("is_stored", True))
 
 
@@ -142,9 +147,7 @@ def _row_reader(kinds: tuple[Any, ...]) -> Reader:
 
 def _object_reader(kind: type[Any]) -> Reader:
     hints = get_type_hints(kind)
-    stored = [field for field in fields(kind) if is_stored(field)]
-    items = {field.name: _reader(hints[field.name]) for field in stored}
-    required = [field.name for field in stored if field.default is MISSING and field.default_factory is MISSING]
+    items = {field.name: _reader(hints[field.name]) for field in fields(kind) if _is_stored(field)}
 
     def read_object(value: Any, path: str) -> Any:
         inside = f"{path}." if path else ""
@@ -153,7 +156,7 @@ def _object_reader(kind: type[Any]) -> Reader:
         unknown = next((name for name in value if name not in items), None)
         if unknown is not None:
             raise Damaged(f"{inside}{unknown} is no field of it; expected {', '.join(items)}")
-        missing = [f"{inside}{name}" for name in required if name not in value]
+        missing = [f"{inside}{name}" for name in items if name not in value]
         if missing:
             raise Damaged(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         return kind(**{name: items[name](part, f"{inside}{name}") for name, part in value.items()})

@@ -99,15 +99,6 @@ def is_true(relation: str, values: Mapping[str, int]) -> bool:
     return bool(compare(evaluate(left, values), evaluate(right, values)))
 
 
-def is_relation(text: str) -> bool:
-    """True for a relation between two expressions, whatever they speak of."""
-    try:
-        left, _, right = _sides(text)
-        return all(_parse(side) is not None for side in (left, right))
-    except (ValueError, RecursionError, MemoryError):
-        return False
-
-
 def to_sympy(relation: str, symbols: Mapping[str, sympy.Symbol]) -> Any:
     """A relation as sympy has it."""
     left, compare, right = _sides(relation)

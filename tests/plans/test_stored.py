@@ -107,7 +107,7 @@ def paths(value: Any, above: Keys = ()) -> Iterator[Keys]:
     """Every field of JSON data; of lists the first entry."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, part in items:
-        if key != "format":
+        if key not in ("format", "digest"):
             yield (*above, key)
             yield from paths(part, (*above, key))
 
@@ -168,14 +168,13 @@ def test_every_field_with_a_wrong_type_is_named_with_what_was_found_and_what_is_
         assert re.search("expected|missing", text), (keys, wrong)
 
 
-def test_every_field_that_is_missing_is_named_unless_older_formats_lack_it() -> None:
+def test_every_field_that_is_missing_is_named() -> None:
     data = data_of(dynamic_plan())
-    named = [keys for keys in paths(data) if isinstance(keys[-1], str)]
-    for keys in named:
-        lacking = copy.deepcopy(data)
-        del at(lacking, keys[:-1])[keys[-1]]
-        text = complaint(lacking)
-        assert text == "" or re.search(rf"damaged: {re.escape(text_of(keys))} is missing|ranges\[0\]", text), keys
+    for keys in paths(data):
+        if isinstance(keys[-1], str):
+            lacking = copy.deepcopy(data)
+            del at(lacking, keys[:-1])[keys[-1]]
+            assert f"damaged: {text_of(keys)} is missing" in complaint(lacking)
 
 
 def test_unknown_field_is_refused_by_name() -> None:
@@ -193,28 +192,13 @@ def test_unknown_field_is_refused_by_name() -> None:
             r"decisions\[1\]\.action is 'BOGUS', expected one of 'SAVE', 'RECOMPUTE'",
         ),
         (("decisions", 0, "reason"), "save", r"decisions\[0\]\.reason is 'save', expected one of 'ON_CUT'"),
-        (("peak", "executor"), "gpu", r"peak\.executor is 'gpu', expected 'inductor' or 'node by node'"),
-        (("peak", "expression"), "s99", r"peak\.expression cannot be evaluated: nothing is said of s99"),
-        (("peak", "expression"), "5", r"peak\.expression is '5', which makes 5 bytes, but num_bytes beside it is"),
-        (("peak", "expression"), "-" * 10**5 + "1", r"peak\.expression cannot be evaluated"),
-        (("decisions", 0, "save_expression"), "1 +", r"decisions\[0\]\.save_expression cannot be evaluated"),
-        (("times", "keep"), "x.y", r"times\.keep cannot be evaluated"),
-        (("guards",), ["a"], r"guards\[0\] is 'a', expected a relation between sizes"),
         (("guards",), "abc", r"guards is 'abc', expected a list"),
-        (("ranges", 0, "symbol"), "s99", r"ranges\[0\]\.symbol is 's99', expected one of the plan's symbols"),
         (("budget_bytes",), "x", r"budget_bytes is 'x', expected a whole number from 0, or null"),
     ],
 )
-def test_what_no_type_says_is_checked_too(keys: Keys, value: Any, message: str) -> None:
+def test_field_says_what_it_may_hold(keys: Keys, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.from_json(json.dumps(edited(data_of(dynamic_plan()), keys, value)))
-
-
-def test_two_decisions_about_one_value_are_refused() -> None:
-    data = data_of(low_plan())
-    data["decisions"].append(data["decisions"][0])
-    with pytest.raises(ValueError, match=r"decisions\[0\] and decisions\[\d+\] are about the same 't'"):
-        Plan.from_json(json.dumps(data))
 
 
 def test_error_names_file_and_place_in_a_report(tmp_path: Path) -> None:
@@ -263,88 +247,106 @@ def measured(plan: Plan) -> tuple[list[torch.Tensor], int]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], peak
 
 
-def edits_of_lists(data: Data) -> Iterator[tuple[str, Data]]:
-    """Entries of lists left out, doubled, in another order, or all gone."""
+def edits(data: Data) -> Iterator[Data]:
+    """Entries of lists left out, doubled, in another order, or all gone; and entries that are others."""
     for name in ("decisions", "order", "phases", "graph"):
         rows = data[name]
-        yield name, {**data, name: []}
-        yield name, {**data, name: rows[::-1]}
-        yield name, {**data, name: [row for row in rows for _ in range(2)]}
+        yield from ({**data, name: new} for new in ([], rows[::-1], [row for row in rows for _ in range(2)]))
         for k in range(len(rows)):
-            yield name, {**data, name: [*rows[:k], *rows[k + 1 :]]}
-            yield name, {**data, name: [*rows[: k + 1], *rows[k:]]}
-            yield name, {**data, name: [*rows[:k], *rows[k : k + 2][::-1], *rows[k + 2 :]]}
-
-
-def edits_of_entries(data: Data) -> Iterator[tuple[str, Data]]:
-    """One thing of a plan that is another one."""
+            yield {**data, name: [*rows[:k], *rows[k + 1 :]]}
+            yield {**data, name: [*rows[: k + 1], *rows[k:]]}
+            yield {**data, name: [*rows[:k], *rows[k : k + 2][::-1], *rows[k + 2 :]]}
     for k, decision in enumerate(data["decisions"]):
-        field = f"decisions[{k}]."
         other = "RECOMPUTE" if decision["action"] != "RECOMPUTE" else "SAVE"
-        yield f"{field}action|by decisions", edited(data, ("decisions", k, "action"), other)
-        yield f"{field}value", edited(data, ("decisions", k, "value"), "nowhere")
-        yield f"{field}value|by decisions", edited(data, ("decisions", k, "value"), data["order"][-1])
-        yield f"{field}op", edited(data, ("decisions", k, "op"), "aten.exp.default")
-        for name in ("num_recomputes", "num_bytes"):
-            yield field + name, edited(data, ("decisions", k, name), decision[name] + 1)
+        yield edited(data, ("decisions", k, "action"), other)
+        yield from (edited(data, ("decisions", k, "value"), name) for name in ("nowhere", data["order"][-1]))
     for k in range(len(data["order"])):
-        yield f"order[{k}]", edited(data, ("order", k), "nowhere")
-        yield "order", edited(data, ("order", k), "primals_1")
-    yield "phases", edited(data, ("phases",), [10**6])
-    yield "peak that it states", edited(data, ("peak", "num_bytes"), data["peak"]["num_bytes"] - 4)
+        yield from (edited(data, ("order", k), name) for name in ("nowhere", "primals_1", "tangents_1"))
+    yield edited(data, ("phases",), [10**6])
+    yield edited(data, ("peak", "num_bytes"), data["peak"]["num_bytes"] - 4)
 
 
-INFORMATIVE = ("reason", "save_seconds", "recompute_seconds", "source", "module", "region", "policy", "name")
-
-
-def edits_that_inform(data: Data) -> Iterator[tuple[str, Data]]:
-    """Fields that only say something."""
-    for name in INFORMATIVE:
-        old = data["decisions"][0][name]
-        yield name, edited(data, ("decisions", 0, name), "DISCRETE" if isinstance(old, str) else 5.0)
-    for name in ("budget_bytes", "peak_without_recompute_bytes", "forward_seconds", "extra_seconds", "most_ranges"):
-        yield name, {**data, name: 7}
-    for name in ("planner", "key"):
-        yield name, {**data, name: "other"}
-    for name, value in (
-        ("node", "x"),
-        ("in_forward", True),
-        ("source", "a.py:1"),
-        ("alive", []),
-        ("executor", "inductor"),
-    ):
-        yield f"peak.{name}", edited(data, ("peak", name), value)
-    yield "shares", {**data, "shares": [{"path": "mlp", "budget_bytes": 1, "predicted_bytes": 1}]}
+def meant(data: Data) -> Data:
+    """The data of an edited plan as a user accepts it, with the digest that the error names."""
+    found = re.search(r"that of what the plan holds is '(\w+)'", complaint(data))
+    return {**data, "digest": found[1]} if found else data
 
 
 def attempted(data: Data) -> tuple[Plan | None, str]:
     """The plan if it was applied, and else what it was refused with."""
     try:
-        return applied(Plan.from_json(json.dumps(data))), ""
-    except (PlanMismatch, ValueError) as error:
+        return applied(Plan.from_json(json.dumps(meant(data)))), ""
+    except PlanMismatch as error:
         return None, str(error)
 
 
 def what_it_does(plan: Plan) -> tuple[Any, ...]:
-    return plan.order, [(d.value, d.action is Action.RECOMPUTE) for d in plan.decisions], plan.peak.num_bytes
+    return plan.order, {d.value for d in plan.decisions if d.action is not Action.RECOMPUTE}, plan.peak.num_bytes
 
 
-def test_edits_of_a_plan_are_refused_by_field_or_do_no_harm() -> None:
+def test_every_field_that_is_edited_is_noticed() -> None:
+    data = data_of(dynamic_plan())
+    others = [(keys, other(at(data, keys))) for keys in paths(data)]
+    edits = [(keys, new) for keys, new in others if new is not None]
+    assert len(edits) > 50
+    for keys, new in edits:
+        text = complaint(edited(data, keys, new))
+        assert re.search(r"damaged: digest is '\w+', but that of what the plan holds is '\w+'", text), keys
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type; None for what consists of parts that are looked at themselves."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return {"SAVE": "OFFLOAD", "RECOMPUTE": "SAVE", "OFF_CUT": "ON_CUT", "ON_CUT": "OFF_CUT"}.get(
+                value, f"{value}0"
+            )
+        case [str(), int()]:
+            return None
+        case [_, *rest]:
+            return rest
+    return None
+
+
+def test_plan_without_its_digest_is_refused() -> None:
+    data = data_of(low_plan())
+    del data["digest"]
+    assert "damaged: digest is None, but that of what the plan holds is" in complaint(data)
+
+
+def test_plan_that_was_only_laid_out_anew_is_read() -> None:
+    data = data_of(low_plan())
+    text = json.dumps(dict(reversed(data.items())), indent=4, ensure_ascii=False)
+    assert Plan.from_json(text) == low_plan()
+
+
+def test_error_of_an_edited_file_names_the_file_and_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**data_of(low_plan()), "planner": "mine"}))
+    with pytest.raises(ValueError, match=r"plan\.json: this plan is damaged: digest is") as caught:
+        Plan.load(path)
+    assert "Make the plan anew; or, if you meant the edit, write the second digest" in str(caught.value)
+    path.write_text(json.dumps(meant(json.loads(path.read_text()))))
+    assert Plan.load(path) == replace(low_plan(), planner="mine")
+
+
+def test_edits_that_are_meant_are_refused_for_the_graph_or_have_the_same_gradients() -> None:
     """What is not refused has the order and the peak of the sound plan, or is run to see what it has."""
     sound = low_plan()
-    data = data_of(sound)
     assert what_it_does(applied(sound)) == what_it_does(sound)
     num_refused, others = 0, []
-    for named, damaged in [*edits_of_lists(data), *edits_of_entries(data)]:
+    for damaged in edits(data_of(sound)):
         plan, text = attempted(damaged)
         if plan is None:
-            fields = [*named.split("|"), *(["order", "phases"] if named in data else []), "another graph"]
-            assert any(field in text for field in fields), (named, text)
+            assert re.search("make it anew|another graph", text), text
             num_refused += 1
         elif what_it_does(plan) != what_it_does(sound):
             others.append(plan)
-    assert num_refused > 500
-    assert len(others) < num_refused / 10, "few edits make another plan that has the peak it states"
+    assert num_refused > 400
     expected, peak = measured(sound)
     assert peak - sound.peak.num_bytes in (0, 4), "backward() starts with a one of its own"
     for plan in others[::8]:
@@ -353,21 +355,17 @@ def test_edits_of_a_plan_are_refused_by_field_or_do_no_harm() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
-def test_edits_of_what_only_informs_are_harmless() -> None:
-    sound = low_plan()
-    for name, damaged in edits_that_inform(data_of(sound)):
-        plan = applied(Plan.from_json(json.dumps(damaged)))
-        assert what_it_does(plan) == what_it_does(sound), name
-        assert str(plan)
-
-
-def test_damage_names_the_file_and_says_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": []}, r"the plan in '.*' has an order in which `\w+` is missing: make it anew"),
+        ({"order": ["nowhere"]}, r"the plan in '.*' speaks of `nowhere`, which its graph has not: make it anew"),
+    ],
+)
+def test_plan_that_cannot_be_applied_is_named_by_its_file(change: Data, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**data_of(low_plan()), "order": []}))
-    text = refusal(Layers(), plan=path)
-    assert f"the plan in {str(path)!r} is damaged: order ends where" in text
-    assert "make the plan anew" in text
-    assert refusal(Layers(), plan=Plan.load(path)) == text
+    path.write_text(json.dumps(meant({**data_of(low_plan()), **change})))
+    assert re.match(message, refusal(Layers(), plan=path))
 
 
 def test_file_of_a_plan_is_no_part_of_it(tmp_path: Path) -> None:
@@ -377,16 +375,17 @@ def test_file_of_a_plan_is_no_part_of_it(tmp_path: Path) -> None:
     assert loaded.to_json() == low_plan().to_json()
 
 
-@pytest.mark.parametrize(("order", "message"), [("tangents_1", "tangents_1"), ("primals_1", "primals_1")])
-def test_what_is_given_cannot_be_in_the_order(order: str, message: str) -> None:
+@pytest.mark.parametrize("name", ["tangents_1", "primals_1"])
+def test_what_is_given_cannot_be_in_the_order(name: str) -> None:
     data = data_of(low_plan())
-    _, text = attempted({**data, "order": [order, *data["order"]]})
-    assert f"order[0] is `{message}`, which is no op of backward's" in text
+    _, text = attempted({**data, "order": [name, *data["order"]]})
+    assert f"`{name}` runs in backward, of which it is no op" in text
 
 
-def test_copies_that_a_compiler_would_merge_are_refused() -> None:
-    _, text = attempted({**data_of(low_plan()), "phases": []})
-    assert "phases has nothing between order[" in text
+def test_op_of_backward_runs_once() -> None:
+    data = data_of(low_plan())
+    _, text = attempted({**data, "order": [*data["order"], data["order"][-1]]})
+    assert f"`{data['order'][-1]}` runs twice, but only values of forward may run again" in text
 
 
 def test_peak_that_another_version_of_remat_has_predicted_is_accepted() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,35 +228,6 @@ def test_wrong_size_on_the_command_line_names_the_symbols(
     name = remat.Plan.load(stored).symbols[0].name
     assert main(["show", str(stored), "--set", given.format(name=name)]) == 2
     assert message.format(name=name) in capsys.readouterr().err
-
-
-SAID_SINCE = {
-    5: ("extra_seconds", "least_extra_seconds"),
-    4: ("times", "forward_seconds"),
-    3: ("symbols", "ranges", "guards"),
-}
-
-
-@pytest.mark.parametrize("number", [2, 3, 4, 5])
-def test_plan_of_a_format_before_is_still_read(stored: Path, number: int) -> None:
-    """What was not said then is not known: sizes in format 2, times at others up to 3, bounds up to 4, views to 5."""
-    plan = remat.Plan.load(stored)
-    data = {**json.loads(plan.to_json()), "format": number}
-    for later in (name for since, names in SAID_SINCE.items() if since > number for name in names):
-        del data[later]
-    for decision in data["decisions"]:
-        del decision["is_view"]
-    for decision in data["decisions"] if number < 4 else ():
-        del decision["save_expression"], decision["recompute_expression"]
-    read = remat.Plan.from_json(json.dumps(data))
-    assert [d.num_bytes for d in read.decisions] == [d.num_bytes for d in plan.decisions]
-    assert read.order == plan.order
-    assert (read.bound_text() == "") == (number < 5)
-    assert (read.times is None) == (number < 4)
-    if number == 3:
-        moved = read.at({plan.symbols[0].name: 512})
-        assert moved.recompute_seconds == plan.recompute_seconds
-        assert "times               those of the example's sizes" in str(moved)
 
 
 def test_page_shows_expressions(stored: Path) -> None:

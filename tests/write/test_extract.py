@@ -127,11 +127,11 @@ def test_plan_survives_json() -> None:
 
 
 def test_plan_of_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 6"):
+    with pytest.raises(ValueError, match=r"has format 99; this version of remat reads format 1"):
         Plan.from_json('{"format": 99}')
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 2}', '{"format": 2, "decisions": [{}], "key": ""}'])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1}', '{"format": 1, "decisions": [{}], "key": ""}'])
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"this is no plan|this plan is damaged"):
         Plan.from_json(text)
