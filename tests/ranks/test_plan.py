@@ -149,7 +149,7 @@ class TestMismatch:
         assert "RankMismatch: ranks" in error
         assert "different plans for the same graph" in error
         assert "the first difference is `" in error
-        assert "ranks_programs.py:" in error
+        assert "rank_programs.py:" in error
 
     def test_the_error_names_options_that_differ(self, two_ranks, tmp_path):
         outcomes = two_ranks.attempt(plan_for_own_budget, tmp_path)

@@ -232,7 +232,7 @@ def test_summary_fits_a_terminal() -> None:
 
 def test_dumps_are_the_same_in_every_process_and_with_every_hash_seed() -> None:
     code = (
-        "import hashlib; from reported import nested_report; r = nested_report();"
+        "import hashlib; from support.reported import nested_report; r = nested_report();"
         "forms = (r.to_text(), r.to_json(), r.to_dot(), r.to_svg(), r.to_html());"
         "print([hashlib.sha256(text.encode()).hexdigest() for text in forms])"
     )
