@@ -14,7 +14,8 @@ from ..graph.joint_graph import JointGraph
 from ..graph.region_tag import policy_of, region_of
 from ..memory.simulate import Memory, Simulation
 from ..memory.storage import Storages
-from ..search.planner import Offer, Planner
+from ..search.bench import Offer
+from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from ..shared.errors import InfeasibleBudget
 from ..shared.readable import exact_size, size

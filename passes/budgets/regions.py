@@ -5,15 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from ..memory.schedule import Schedule
 from ..memory.shares import Limits, Shares
-from ..memory.simulate import simulate
-from ..memory.storage import Storages
-from ..search.planner import Offer, Planner
+from ..memory.simulate import Simulation
+from ..search.bench import Offer
+from ..search.planner import Planner
 from ..search.problem import FlowProblem
-from ..search.share_planner import SharePlanner, ShareSearch, reconciled, search_shares
 from ..shared.errors import InfeasibleBudget
 from .budget import Budget, RegionShare, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
+from .region_search import ShareSearch, best_within, planner_within, reconciled, search_shares, unit_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,26 +25,27 @@ class Found:
     without_recompute_bytes: int
 
 
-def choose_within_shares(
-    problem: FlowProblem, storages: Storages, shares: Shares, budget: Budget | None, *, take_minimum: bool
-) -> Found:
-    """Pick the fastest plan found in which every region keeps within its budget, and the graph within its own."""
-    plain = Planner(problem, storages)
+def choose_within_shares(plain: Planner, shares: Shares, budget: Budget | None, *, take_minimum: bool) -> Found:
+    """Pick the fastest plan found in which every region keeps within its budget, and the graph within its own.
+
+    The planner is one without limits, and not asked for more than the extremes.
+    """
+    bench = plain.bench
     limits = asked = Limits.resolve(shares, plain.without_recompute.simulation)
-    search = search_shares(problem, storages, limits, gives_up=not take_minimum)
-    short = _exceeded(problem, storages, limits, search)
-    if short and all(search.lowest[region] <= limits.num_bytes[region] for region in short):
-        search = reconciled(search, storages, limits)
-        short = _exceeded(problem, storages, limits, search)
+    search = search_shares(bench, limits, gives_up=not take_minimum)
+    short = _exceeded(limits, search.offer)
+    if short and all(search.lowest_bytes[region] <= limits.num_bytes[region] for region in short):
+        search = reconciled(bench, search, limits)
+        short = _exceeded(limits, search.offer)
     if short:
-        limits = _relaxed(problem, storages, limits, search, short, take_minimum=take_minimum)
+        limits = _relaxed(bench.problem, limits, search, short, take_minimum=take_minimum)
     budget_bytes = None if budget is None else budget.resolve(plain)
-    planner = SharePlanner(search, storages, limits, budget_bytes)
-    offer = planner.best()
+    planner = planner_within(bench, search, limits, budget_bytes)
+    offer = best_within(planner, search, unit_of(limits, budget_bytes))
     if offer is None:
         assert budget is not None and budget_bytes is not None, "region budgets alone are met by the schedule found"
-        offer = _lowest(planner, budget, budget_bytes, plain.without_recompute.peak_bytes)
-    offer = planner.unscaled(offer)
+        offer = _lowest(planner, limits, budget, budget_bytes, plain.without_recompute.peak_bytes)
+    offer = planner.bench.in_bytes(offer)
     peaks = shares.peaks(offer.simulation)
     rows = zip(shares.budgets, asked.num_bytes, peaks, strict=True)
     return Found(
@@ -56,26 +56,20 @@ def choose_within_shares(
     )
 
 
-def _exceeded(problem: FlowProblem, storages: Storages, limits: Limits, search: ShareSearch) -> list[int]:
-    return limits.exceeded(limits.shares.peaks(simulate(problem.graph, storages, search.schedule)))
+def _exceeded(limits: Limits, offer: Offer) -> list[int]:
+    return limits.exceeded(limits.shares.peaks(offer.simulation))
 
 
 def _relaxed(
-    problem: FlowProblem,
-    storages: Storages,
-    limits: Limits,
-    search: ShareSearch,
-    short: list[int],
-    *,
-    take_minimum: bool,
+    problem: FlowProblem, limits: Limits, search: ShareSearch, short: list[int], *, take_minimum: bool
 ) -> Limits:
     """Give regions whose budget cannot be met what the lowest plan takes, with a warning; or raise an error."""
-    hopeless = [region for region in short if search.lowest[region] > limits.num_bytes[region]]
+    hopeless = [region for region in short if search.lowest_bytes[region] > limits.num_bytes[region]]
     if hopeless:
-        message = _explain(problem, storages, limits, hopeless[0], search.lowest_schedules[hopeless[0]])
+        message = _explain(problem, limits, hopeless[0], search.lowest[hopeless[0]].simulation)
     else:
         message = (
-            f"{_explain(problem, storages, limits, short[0], search.schedule)}\n"
+            f"{_explain(problem, limits, short[0], search.offer.simulation)}\n"
             f"Its budget can be met by itself, but not together with those of {_others(limits, short[0])}."
         )
     if not take_minimum:
@@ -85,7 +79,7 @@ def _relaxed(
         )
     others = f" {len(short) - 1} more regions are short of memory, too." if len(short) > 1 else ""
     warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.{others}', stacklevel=2)
-    peaks = limits.shares.peaks(simulate(problem.graph, storages, search.schedule))
+    peaks = limits.shares.peaks(search.offer.simulation)
     reached = [max(limit, peak.num_bytes) for limit, peak in zip(limits.num_bytes, peaks, strict=True)]
     return replace(limits, num_bytes=tuple(reached))
 
@@ -95,11 +89,10 @@ def _others(limits: Limits, region: int) -> str:
     return ", ".join([*paths[:region], *paths[region + 1 :]][:8])
 
 
-def _explain(problem: FlowProblem, storages: Storages, limits: Limits, region: int, schedule: Schedule) -> str:
+def _explain(problem: FlowProblem, limits: Limits, region: int, simulation: Simulation) -> str:
     """Say how low a region's share can get, which op sets it, what is alive there, and who insists on keeping it."""
     shares, graph = limits.shares, problem.graph
-    bound, simulation = shares.budgets[region], simulate(graph, storages, schedule)
-    peak = shares.peaks(simulation)[region]
+    bound, peak = shares.budgets[region], shares.peaks(simulation)[region]
     alive = [m for m in simulation.alive_at(peak.moment) if region in shares.regions_at[m.node]]
     whole = limits.whole_bytes[region] if bound.fraction else None
     asked, least = sizes_compared(limits.num_bytes[region], peak.num_bytes, whole)
@@ -111,13 +104,12 @@ def _explain(problem: FlowProblem, storages: Storages, limits: Limits, region: i
     return "\n".join([*lines, *policies_that_keep(problem, alive)])
 
 
-def _lowest(planner: SharePlanner, budget: Budget, budget_bytes: int, whole_bytes: int) -> Offer:
+def _lowest(planner: Planner, limits: Limits, budget: Budget, budget_bytes: int, whole_bytes: int) -> Offer:
     """The plan with the lowest peak among those that keep within the region budgets."""
     lowest = planner.lowest
     if lowest.peak_bytes <= budget_bytes:
         return lowest
-    offers = [planner.unscaled(offer) for offer in (lowest, planner.seed)]
-    limits = planner.limits
+    offers = [planner.bench.in_bytes(offer) for offer in (lowest, *planner.seeds)]
     fitting = [offer for offer in offers if not limits.exceeded(limits.shares.peaks(offer.simulation))]
     best = min(fitting, key=lambda offer: offer.peak_bytes)
     paths = ", ".join(bound.path for bound in limits.shares.budgets)

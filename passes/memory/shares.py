@@ -66,6 +66,10 @@ class Shares:
         return replace(storages, own_bytes=own_bytes, workspace=workspace)
 
 
+NO_SHARES = Shares((), ())
+"""Of a graph in which no region has a budget."""
+
+
 def _running_sums(changes: dict[int, int]) -> list[tuple[int, int]]:
     total, sums = 0, []
     for moment in sorted(changes):

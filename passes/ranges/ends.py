@@ -10,28 +10,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from ..memory.schedule import Schedule, Scheduler
-from ..memory.simulate import Simulation, Simulator
+from ..memory.schedule import Scheduler
+from ..memory.simulate import Simulator
 from ..memory.storage import Storages
-from ..search.improve import has_few_tries
-from ..search.planner import HEADROOM, LEVELS_TRIED, Offer, Planner
+from ..search.bench import Bench, Offer, by_time
+from ..search.chain import chain_offers, follow, offers_within, tell
+from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from ..sizes.symbols import Sizes
 
 
-class EndPlanner(Planner):
-    """Makes schedules for one end of a range, and judges them at all of its ends."""
+class EndPlanner:
+    """Has schedules made for one end of a range, and judged at all of its ends."""
 
-    def __init__(
-        self, problem: FlowProblem, storages: Storages, others: Sequence[Sizes] = (), scheduler: Scheduler | None = None
-    ) -> None:
-        super().__init__(problem, storages, scheduler)
-        self.others = _that_count(storages.sizes, others)
-        """The ends beside the one that schedules are made for, without those at which nothing is larger."""
-        self.judge = Simulator(problem.graph, storages, self.others) if self.others else self.simulator
+    def __init__(self, planner: Planner, others: tuple[Sizes, ...]) -> None:
+        self.planner, self.others = planner, others
+        """The ends beside the one that schedules are made for."""
 
-    def _simulated(self, schedule: Schedule) -> Simulation:
-        return self.judge.run(schedule)
+    @staticmethod
+    def at(problem: FlowProblem, storages: Storages, others: Sequence[Sizes], scheduler: Scheduler) -> EndPlanner:
+        """Plan for one end, and for those of some others at which anything is larger."""
+        counting = _that_count(storages.sizes, others)
+        bench = Bench(problem, storages, scheduler=scheduler)
+        return EndPlanner(Planner(_judged_at(bench, counting)), counting)
 
     def reachable(self, budget_bytes: int) -> tuple[bool, ...]:
         """Per end, the first one's own first: does any of the schedules fit there that take the least memory?
@@ -47,20 +48,21 @@ class EndPlanner(Planner):
         return tuple(found)
 
     def _low_offers(self, budget_bytes: int) -> Iterator[Offer]:
-        yield self._keeping(self.ladder_beyond(-1)[-1].saved)
-        programme = self._programme(int(HEADROOM * budget_bytes))
-        followed = (self._following(programme.script(level)) for level in programme.feasible_levels[:LEVELS_TRIED])
+        bench, chain, tuning = self.planner.bench, self.planner.chain, self.planner.tuning
+        yield bench.keeping(self.planner.ladders.beyond(-1)[-1].saved)
+        programme = chain.programme(int(tuning.headroom * budget_bytes))
+        scripts = (tell(chain, programme, level) for level in programme.feasible_levels[: tuning.levels_tried])
+        followed = (follow(bench, chain, script) for script in scripts)
         yield from (offer for offer in followed if offer is not None)
 
     def only(self, is_wanted: Sequence[bool]) -> EndPlanner:
         """The same with fewer ends; the first one stays."""
         if all(is_wanted):
             return self
-        others = [end for end, wanted in zip(self.others, is_wanted[1:], strict=True) if wanted]
-        fewer = EndPlanner(self.problem, self.storages, others, self.scheduler)
-        fewer.take_over(self)
-        fewer._ladders, fewer._programmes = self._ladders, self._programmes
-        return fewer
+        others = tuple(end for end, wanted in zip(self.others, is_wanted[1:], strict=True) if wanted)
+        counting = _that_count(self.planner.storages.sizes, others)
+        bench = _judged_at(self.planner.bench, counting)
+        return EndPlanner(Planner(bench, ladders=self.planner.ladders, chain=self.planner.chain), counting)
 
     def refine(self, planner: Planner, lowest: Offer, budget_bytes: int) -> None:
         """Look for faster schedules than the lowest one of a planner at other sizes, which is known to fit.
@@ -68,22 +70,28 @@ class EndPlanner(Planner):
         Of the planners, only that of the chain gets as low. What it believed of memory at the other sizes steers well
         enough where the local search can make many tries; where it cannot, the chain is looked at anew.
         """
-        offers = [self._offer(lowest.schedule, lowest.planner)]
-        if has_few_tries(offers[0].simulation):
-            offers += self._chain_offers(budget_bytes)
+        own, bench = self.planner, self.planner.bench
+        offers = [bench.offer(lowest.schedule, lowest.planner)]
+        if offers[0].is_long:
+            offers += chain_offers(bench, own.chain, budget_bytes)
         else:
-            self.take_over(planner)
-            offers += self._levels_within(planner.programme_above(int(HEADROOM * lowest.peak_bytes)), budget_bytes)
-        offers += self.improver.within(offers, budget_bytes)
-        self.rivals += [self.fastest, *offers]
+            programme = planner.chain.programme_above(int(own.tuning.headroom * lowest.peak_bytes))
+            offers += offers_within(bench, planner.chain, programme, budget_bytes)
+        offers += own.improver.within(offers, budget_bytes)
+        own.rivals += [own.fastest, *offers]
 
     def best(self, budget_bytes: int) -> list[Offer]:
         """Of all that was found, what fits at every end at which anything does; the fastest first."""
-        rivals = self.rivals or [self.fastest]
+        rivals = self.planner.rivals or [self.planner.fastest]
         fits = [tuple([peak <= budget_bytes for peak in _peaks(offer)]) for offer in rivals]
         can_fit = tuple(any(column) for column in zip(*fits, strict=True))
         fitting = [offer for offer, row in zip(rivals, fits, strict=True) if row == can_fit] if any(can_fit) else []
-        return sorted(fitting, key=lambda o: (o.extra_ticks, o.peak_bytes))
+        return sorted(fitting, key=by_time)
+
+
+def _judged_at(bench: Bench, others: Sequence[Sizes]) -> Bench:
+    """A bench at which a schedule takes the most that it does at its own sizes and at others."""
+    return bench.judged(Simulator(bench.problem.graph, bench.storages, others).run if others else bench.simulator.run)
 
 
 def _that_count(own: Sizes, others: Sequence[Sizes]) -> tuple[Sizes, ...]:

@@ -35,7 +35,8 @@ from ..memory.simulate import Memory, Simulation
 from ..memory.storage import Storages, storages_at
 from ..plans.write_plan import Chosen, write_plan
 from ..prices.cost import CostModel, price
-from ..search.planner import Offer, Planner, extra_ticks
+from ..search.bench import Bench, Offer, extra_ticks
+from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from ..sizes.expressions import NotExpressible, write
 from ..sizes.symbols import Sizes
@@ -140,7 +141,8 @@ class _RangePlanner:
         """Where a plan has to fit in any case."""
         self.open = [s for s in self.example.backed if s not in self.fixed]
         self.num_ranges = MOST_RANGES.get(len(self.open), MOST_RANGES_OF_SEVERAL)
-        self.is_of_graph = not Shares.find(self.problem.graph).budgets
+        self.shares = Shares.find(self.problem.graph)
+        self.is_of_graph = not self.shares.budgets
         """There is one limit, and it is one of the whole graph."""
         budget = request.budget if self.is_of_graph else None
         self.margin = 0.0 if budget is None else budget.margin_in(self.storages)
@@ -208,17 +210,17 @@ class _RangePlanner:
             return None
         if not self.is_of_graph:
             return self._fitting_all(ends)
-        planner = EndPlanner(*self._at(ends[0]), ends[1:], self.here.scheduler)
+        planner = EndPlanner.at(*self._at(ends[0]), ends[1:], self.here.bench.scheduler)
         bound = self._limit_bytes(self.limits[0])
         if lowest is not None:
             planner.refine(self._low_of, lowest, bound)
         else:
             reachable = planner.reachable(bound)
             if not reachable[0]:
-                self._take_low_of(planner)
+                self._take_low_of(planner.planner)
                 return None
             planner = planner.only(reachable)
-            planner.within(bound)
+            planner.planner.within(bound)
         offers = filter(self._fits_here, planner.best(bound))
         return next((Picked(offer, self.limits[0].num_bytes) for offer in offers), None)
 
@@ -245,14 +247,11 @@ class _RangePlanner:
         problem, storages = self._at(sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return pick(problem, storages, budget, take_minimum=True)
+            return pick(problem, storages, budget, take_minimum=True, shares=self.shares)
 
     def _pick(self) -> Picked:
         """The best plan where a plan has to fit in any case."""
-        if self.is_of_graph:
-            return pick_from(self.at_base, self.request.budget)
-        planner = self.at_base
-        return pick(planner.problem, planner.storages, self.request.budget, take_minimum=self.request.take_minimum)
+        return pick_from(self.at_base, self.request.budget, self.shares, take_minimum=self.request.take_minimum)
 
     def _at(self, sizes: Sizes) -> tuple[FlowProblem, Storages]:
         return at_sizes(self.problem, self.storages, self.request.cost_model, sizes)
@@ -260,12 +259,14 @@ class _RangePlanner:
     @cached_property
     def here(self) -> Planner:
         """A planner at the example's sizes."""
-        return Planner(self.problem, self.storages)
+        return Planner(Bench(self.problem, self.storages))
 
     @cached_property
     def at_base(self) -> Planner:
         """A planner where a plan has to fit in any case."""
-        return self.here if self.base is self.example else Planner(*self._at(self.base), self.here.scheduler)
+        if self.base is self.example:
+            return self.here
+        return Planner(Bench(*self._at(self.base), scheduler=self.here.bench.scheduler))
 
     def _ends(self, holds: Callable[[Sizes], bool]) -> list[Sizes]:
         """The largest sizes at which something holds that ends somewhere: all grown alike, then each by itself."""
@@ -318,7 +319,7 @@ class _RangePlanner:
         """The peaks of a schedule, each with its limit."""
         known = self._known.get(id(schedule))
         if known is None:
-            simulation = self.here.simulator.run(schedule)
+            simulation = self.here.bench.simulator.run(schedule)
             bounded = [
                 _Bounded(peak_terms(simulation, self.example, limit.counts), self._limit_bytes(limit))
                 for limit in self.limits
@@ -375,7 +376,7 @@ class _RangePlanner:
         schedule = picked.offer.schedule
         bounded, simulation = self._bounded(schedule), self._known[id(schedule)].simulation
         offer = replace(picked.offer, simulation=simulation, extra_ticks=extra_ticks(self.problem, schedule))
-        moved = replace(picked, offer=offer, shares=picked.shares_in(self.problem.graph, simulation))
+        moved = replace(picked, offer=offer, shares=picked.shares_in(simulation))
         if picked.budget_bytes is not None or picked.without_recompute_bytes is not None:
             moved = replace(moved, without_recompute_bytes=self.here.without_recompute.peak_bytes)
         guards = tuple(c for group in conditions for c in group if self._may_guard(c))

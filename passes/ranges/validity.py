@@ -15,7 +15,7 @@ from ..memory.shares import Shares
 from ..memory.simulate import simulate
 from ..plans.plan import SymbolRange
 from ..plans.write_plan import Chosen
-from ..search.planner import Planner
+from ..search.bench import Bench
 from ..sizes.symbols import Sizes
 from ..torch_private import symbol_bounds
 from .ranges import LARGEST_SIZE, byte_limits, largest_where, last_where
@@ -49,7 +49,7 @@ def _ranges(prepared: Prepared, chosen: Chosen, request: Request) -> Iterable[Sy
         bounded = [(peak_terms(simulation, sizes, limit.counts), limit.num_bytes) for limit in limits]
         found = (_range_in_bytes(bounded, sizes, symbol) for symbol in sizes.backed)
     elif sizes.backed and request.budget is not None and request.budget.fraction is not None:
-        whole = peak_terms(Planner(prepared.problem, storages).without_recompute.simulation, sizes)
+        whole = peak_terms(Bench(prepared.problem, storages).without_recompute.simulation, sizes)
         peak, part = peak_terms(simulation, sizes), request.budget.fraction
         found = (_sampled(lambda at: peak.at(at) <= int(part * whole.at(at)), sizes, symbol) for symbol in sizes.backed)
     else:

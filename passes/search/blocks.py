@@ -15,23 +15,10 @@ from itertools import accumulate, pairwise
 from ..graph.joint_graph import JointGraph, Role
 from ..memory.backward_order import roots
 from .problem import FlowProblem
-
-MAX_BLOCKS = 64
-"""More than these are merged: the planner over blocks takes cubic time."""
-
-FEW_BLOCKS = 12
-"""A stretch with more than this part of all bytes is split also where the crossing bytes stay as they are."""
-
-HIGHEST_HILL = 8
-"""A point is left out if more than this many times the bytes cross it that cross narrower points on both sides: who
-undoes what follows it has to hold what crosses, and may need that for nothing but recomputing."""
+from .tuning import Tuning
 
 UNCROSSABLE = 2**80
 """Bytes of a value that may not be saved: no block ends where it is still to be read."""
-
-MIN_CONTENT = 1.5
-"""A block whose values are fewer bytes than this times what crosses its end is merged with its neighbour: keeping its
-input and recomputing it would save next to nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +35,13 @@ class Block:
     """Backward's nodes, by position, that belong to it."""
 
 
-def find_blocks(problem: FlowProblem) -> tuple[Block, ...]:
+def find_blocks(problem: FlowProblem, tuning: Tuning) -> tuple[Block, ...]:
     """Split the forward order where few bytes cross."""
     ends = _last_forward_use(problem)
     forward = [v for v, i in enumerate(problem.bases) if problem.graph.roles[i] is Role.FORWARD]
     crossing_bytes = _crossing_bytes(problem, forward, ends)
     content = [problem.num_bytes(v) for v in forward]
-    cuts = _merge(content, crossing_bytes, _narrow_points(crossing_bytes, content))
+    cuts = _merge(content, crossing_bytes, _narrow_points(crossing_bytes, content, tuning), tuning)
     return _blocks(problem, forward, cuts, ends)
 
 
@@ -89,7 +76,7 @@ def _crossing_bytes(problem: FlowProblem, forward: Sequence[int], last: Sequence
     return list(accumulate(changes[:-1]))
 
 
-def _narrow_points(crossing: Sequence[int], content: Sequence[int]) -> list[int]:
+def _narrow_points(crossing: Sequence[int], content: Sequence[int], tuning: Tuning) -> list[int]:
     """The last point of each valley, and in long stretches without one every point at which no neighbour is lower."""
     lows = [
         k
@@ -98,7 +85,7 @@ def _narrow_points(crossing: Sequence[int], content: Sequence[int]) -> list[int]
     ]
     valleys = _valleys(crossing)
     bounds = [-1, *valleys, len(crossing) - 1]
-    longest = sum(content) / FEW_BLOCKS
+    longest = sum(content) / tuning.few_blocks
     flat = [
         k
         for start, end in pairwise(bounds)
@@ -106,16 +93,16 @@ def _narrow_points(crossing: Sequence[int], content: Sequence[int]) -> list[int]
         for k in lows
         if start < k < end
     ]
-    return _without_hills(crossing, sorted({*valleys, *flat}))
+    return _without_hills(crossing, sorted({*valleys, *flat}), tuning.highest_hill)
 
 
-def _without_hills(crossing: Sequence[int], points: Sequence[int]) -> list[int]:
+def _without_hills(crossing: Sequence[int], points: Sequence[int], highest_hill: float) -> list[int]:
     """Drop points on a hill between two valleys that are far narrower."""
     before, after = _lower_before(crossing, points), _lower_before(crossing, points[::-1])[::-1]
     return [
         k
         for k, left, right in zip(points, before, after, strict=True)
-        if crossing[k] <= HIGHEST_HILL * max(left, right)
+        if crossing[k] <= highest_hill * max(left, right)
     ]
 
 
@@ -144,7 +131,7 @@ def _valleys(crossing: Sequence[int]) -> list[int]:
     return points
 
 
-def _merge(sizes: Sequence[int], crossing: Sequence[int], points: list[int]) -> list[int]:
+def _merge(sizes: Sequence[int], crossing: Sequence[int], points: list[int], tuning: Tuning) -> list[int]:
     """Drop boundaries that enclose too little, then the least useful ones until there are few enough."""
     total = [0, *accumulate(sizes)]
 
@@ -154,12 +141,12 @@ def _merge(sizes: Sequence[int], crossing: Sequence[int], points: list[int]) -> 
     kept: list[int] = []
     for point in points:
         start = kept[-1] if kept else -1
-        if kept and content(start, point) < MIN_CONTENT * crossing[point]:
+        if kept and content(start, point) < tuning.min_content * crossing[point]:
             if crossing[point] < crossing[start]:
                 kept[-1] = point
             continue
         kept.append(point)
-    while len(kept) >= MAX_BLOCKS:
+    while len(kept) >= tuning.max_blocks:
         bounds = [-1, *kept, len(sizes) - 1]
         merged = [content(bounds[k], bounds[k + 2]) for k in range(len(kept))]
         del kept[merged.index(min(merged))]

@@ -1,74 +1,41 @@
-"""Plan a chain of blocks by dynamic programming: what to keep of each block, what to recompute, and how often.
+"""Plan a chain of blocks: what to keep of each block, what to recompute, and how often.
 
 Each block has a few options, found by cutting the whole graph at rising prices per byte while everything that crosses
 a boundary is there for nothing: how much it keeps, how long recomputing the rest takes, how much memory it works in.
-A block may also keep nothing: then it is recomputed from an earlier boundary, possibly several times. The recursion is
-that of Rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, 2019), with options per block as in Rockmate (Zhao,
-Le Hellard, Eyraud-Dubois, Gusak, Beaumont, 2023): for the stretch i..j of blocks, with i's input at hand,
-
-    keep   run i forward and keep an option of it, do i+1..j with less memory, undo i; or
-    skip   run i..s-1 forward and keep what crosses into s, do s..j with less memory, then do i..s-1 afresh.
-
-Memory is counted in steps of a grid; what the programme believes about memory only steers it, since every plan it
-proposes is simulated before it is used.
+A block may also keep nothing: then it is recomputed from an earlier boundary, possibly several times. The dynamic
+programme of `table` chooses for a size of memory; its choices are told as a script, and a script is written as a
+schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple
-
-import torch
+from itertools import accumulate
 
 from ..graph.joint_graph import Role
-from ..memory.schedule import Schedule, Scheduler
-from ..memory.simulate import Simulation, Simulator
-from ..torch_private import without_modes
+from ..memory.schedule import Schedule
+from ..memory.simulate import Simulation
+from .bench import Bench, Offer
 from .blocks import Block, find_blocks
-from .ladder import NUM_CUTS, keep_least, ladder
-from .problem import FlowProblem
-
-GRID_STEPS = 400
-"""Resolution of memory; a budget is this many steps."""
-
-CPU = torch.device("cpu")
-"""Said each time: a user's default device must not move the planner's arithmetic."""
-
-INFEASIBLE = 1e30
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Option:
-    """One way to treat a block whose boundaries are kept."""
-
-    saved: frozenset[int]
-    """Values it keeps beside its boundaries."""
-    saved_bytes: int
-    ticks: float
-    """To write and read what is kept, and to recompute the rest."""
-    forward_bytes: int
-    """Memory it works in while it runs forward, beside what other blocks and its input hold."""
-    backward_bytes: int
-    """Memory it works in while it is undone."""
+from .ladder import End, keep_least, ladder, narrow
+from .table import ChainProgramme, Links, Option, Skip
 
 
 class Chain:
     """A graph as a chain of blocks with options."""
 
-    def __init__(
-        self, problem: FlowProblem, scheduler: Scheduler, simulator: Simulator, num_cuts: int = NUM_CUTS
-    ) -> None:
-        """Split a graph; the blocks' options are found by so many cuts."""
-        self.problem, self.scheduler, self.simulator = problem, scheduler, simulator
-        self.blocks = find_blocks(problem)
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.problem = bench, bench.problem
+        self.blocks = find_blocks(bench.problem, bench.tuning)
+        self.boundaries = frozenset(v for block in self.blocks for v in block.crossing)
         self.always = self._always_saved()
         """Values that are kept in every plan, because blocks cannot be recomputed without them."""
-        self.forward_ticks = [self._forward_ticks(block) for block in self.blocks]
-        self.options = self._options(num_cuts)
+        self.options = self._options()
+        self._programmes: dict[int, ChainProgramme] = {}
+        self._written: dict[Script, Schedule | None] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -76,22 +43,52 @@ class Chain:
         return len(self.blocks)
 
     @cached_property
-    def boundaries(self) -> frozenset[int]:
-        """Everything that crosses a boundary."""
-        return frozenset(v for block in self.blocks for v in block.crossing)
+    def links(self) -> Links:
+        """The chain in numbers."""
+        crossing = [sorted(self.crossing_into(k) - self.always) for k in range(self.num_blocks)]
+        return Links(
+            forward_ticks=tuple(self._forward_ticks(block) for block in self.blocks),
+            options=tuple(self.options),
+            crossing=tuple({v: self.problem.num_bytes(v) for v in values} for values in crossing),
+            always_bytes=self._bytes_of(self.always),
+        )
+
+    def programme(self, memory_bytes: int) -> ChainProgramme:
+        """The table for a size of memory, made once."""
+        if memory_bytes not in self._programmes:
+            self._programmes[memory_bytes] = ChainProgramme(self.links, memory_bytes, self.bench.tuning.grid_steps)
+        return self._programmes[memory_bytes]
+
+    def programme_above(self, memory_bytes: int) -> ChainProgramme:
+        """Of the tables that were made, the smallest one for at least so much memory; the largest if none is."""
+        large = [known for known in self._programmes if known >= memory_bytes]
+        return self.programme(min(large, default=max(self._programmes, default=memory_bytes)))
+
+    def write(self, script: Script) -> Schedule | None:
+        """Turn a script into an order of nodes; None if it is too long for a graph that is not small."""
+        if script not in self._written:
+            self._written[script] = _Writer(self, script.saved).write(script.acts, self._most_runs)
+        return self._written[script]
+
+    @property
+    def _most_runs(self) -> float:
+        """How many nodes backward may run."""
+        longest = self.bench.tuning.longest_plan
+        return math.inf if longest is None else longest * len(self.problem.graph.nodes)
 
     def crossing_into(self, block: int) -> frozenset[int]:
         """What a block reads from earlier ones."""
         return self.blocks[block - 1].crossing if block else frozenset()
 
-    def bytes_of(self, values: Iterable[int]) -> int:
+    def _bytes_of(self, values: Iterable[int]) -> int:
         """Bytes that keeping some values takes."""
         return sum(self.problem.num_bytes(v) for v in values)
 
     def _always_saved(self) -> frozenset[int]:
         """What is kept even if all that can be recomputed is: whatever a plan recomputes, it needs no more."""
         problem = self.problem
-        return frozenset(v for v in keep_least(problem) if problem.constraint(v).no_recompute is not None)
+        kept = keep_least(problem, self.bench.tuning)
+        return frozenset(v for v in kept if problem.constraint(v).no_recompute is not None)
 
     def _forward_ticks(self, block: Block) -> float:
         """What running a block once more takes."""
@@ -103,10 +100,10 @@ class Chain:
 
     # ---------------------------------------------------------------------------------------------- options
 
-    def _options(self, num_cuts: int) -> list[tuple[Option, ...]]:
+    def _options(self) -> list[tuple[Option, ...]]:
         """Cut at rising prices; keep what differs. The last option of a block keeps nothing but boundaries."""
         found: list[dict[frozenset[int], Option]] = [{} for _ in self.blocks]
-        for rung in ladder(self.problem, self.boundaries, num_cuts=num_cuts):
+        for rung in ladder(self.problem, self.bench.tuning, self.boundaries):
             for k, option in enumerate(self._measured(rung.saved)):
                 found[k].setdefault(option.saved, option)
         return [tuple(options.values()) for options in found]
@@ -114,8 +111,8 @@ class Chain:
     def _measured(self, saved: Sequence[int]) -> list[Option]:
         """Simulate one choice for all blocks and read off what each of them takes."""
         problem = self.problem
-        schedule = self.scheduler.backward([problem.bases[v] for v in saved])
-        simulation = self.simulator.run(schedule)
+        schedule = self.bench.scheduler.backward([problem.bases[v] for v in saved])
+        simulation = self.bench.simulator.run(schedule)
         block_of = self._block_of_moments(schedule)
         outside = _bytes_of_earlier_blocks(simulation, block_of, self.num_blocks)
         forward, backward = [0] * self.num_blocks, [0] * self.num_blocks
@@ -131,7 +128,7 @@ class Chain:
         for k, values in enumerate(own):
             ticks[k] += sum(problem.costs.save_ticks[problem.bases[v]] for v in values)
         return [
-            Option(values, self.bytes_of(values), ticks[k], forward[k], backward[k]) for k, values in enumerate(own)
+            Option(values, self._bytes_of(values), ticks[k], forward[k], backward[k]) for k, values in enumerate(own)
         ]
 
     def _block_of_moments(self, schedule: Schedule) -> list[int]:
@@ -183,221 +180,6 @@ def _first_moments(blocks: Sequence[int], wanted: range, offset: int) -> list[in
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Run a block and keep an option of it."""
-
-    option: int
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Run to the start of a later block, keep only what crosses there, and come back afterwards."""
-
-    to: int
-
-
-class Way(NamedTuple):
-    """One way to do a stretch of blocks: do what is left of it with less memory, then part of it again."""
-
-    code: int
-    """The number of blocks that are skipped, or -1 less the option that is kept."""
-    rest: int
-    """The row of the table that tells how long the rest takes."""
-    kept_steps: int
-    """Memory that the rest does not have."""
-    again: int
-    """The row of what is done again afterwards."""
-    ticks: float
-    """What it takes beside these two."""
-    least_steps: int
-    """Memory without which it cannot be done."""
-
-
-NO_TIME = 0
-"""The row of the table for what is not there to be done."""
-
-
-class ChainProgramme:
-    """The table of the dynamic programme for one size of memory."""
-
-    def __init__(self, chain: Chain, memory_bytes: int) -> None:
-        self.chain = chain
-        self.step_bytes = max(1, -(-memory_bytes // GRID_STEPS))
-        self.num_levels = GRID_STEPS + 1
-        self.constant = chain.bytes_of(chain.always)
-        self.new_bytes = self._new_bytes()
-        self.new_steps = [[self._steps(num_bytes) for num_bytes in row] for row in self.new_bytes]
-        self.skip_steps = [[self._needs(num_bytes) for num_bytes in row] for row in self._skip_bytes()]
-        self.forward_ticks = list(accumulate(chain.forward_ticks, initial=0.0))
-        self.rows = self._rows()
-        self.first_top_row = 1 + max(row for rows in self.rows for row in rows)
-        self.choices: dict[int, list[int]] = {}
-        """By row of the table, then by memory: the code of the best way."""
-        # A compiler that is tracing has modes on that would trace this arithmetic, too.
-        with without_modes():
-            self.levels = torch.arange(self.num_levels, device=CPU)
-            shape = self.first_top_row + chain.num_blocks, 2 * self.num_levels
-            self.table = torch.full(shape, INFEASIBLE, dtype=torch.float64, device=CPU)
-            """Per row the time that something takes by memory; the first half is for less memory than none."""
-            self.table[NO_TIME] = 0.0
-            self._fill()
-            self._fill_top()
-            self.top_ticks: list[float] = self.table[self.first_top_row, self.num_levels :].tolist()
-
-    def _rows(self) -> list[list[int]]:
-        """The row of every stretch, by its length less one and its first block; equal ones share a row.
-
-        Two stretches are equal if the shorter ones at both ends are and as much crosses from end to end.
-        """
-        blocks = [
-            (ticks, *((o.saved_bytes, o.ticks, o.forward_bytes, o.backward_bytes) for o in options))
-            for ticks, options in zip(self.chain.forward_ticks, self.chain.options, strict=True)
-        ]
-        numbers: dict[object, int] = {None: NO_TIME}
-        rows = [[numbers.setdefault(block, len(numbers)) for block in blocks]]
-        for length in range(1, len(blocks)):
-            ends = [(*pair, self.new_bytes[i][i + length]) for i, pair in enumerate(pairwise(rows[-1]))]
-            rows.append([numbers.setdefault(end, len(numbers)) for end in ends])
-        return rows
-
-    # ---------------------------------------------------------------------------------------------- memory
-
-    def _new_bytes(self) -> list[list[int]]:
-        """For i < s: the bytes that cross into s but not into i."""
-        chain = self.chain
-        crossing = [chain.crossing_into(k) - chain.always for k in range(chain.num_blocks)]
-        sizes = {v: chain.problem.num_bytes(v) for v in chain.boundaries}
-        return [
-            [sum(sizes[v] for v in crossing[s] - crossing[i]) if s > i else 0 for s in range(chain.num_blocks)]
-            for i in range(chain.num_blocks)
-        ]
-
-    def _skip_bytes(self) -> list[list[int]]:
-        """For i < s: the memory in which i..s-1 run forward, beside i's input."""
-        work = [options[-1].forward_bytes for options in self.chain.options]
-        rows = []
-        for i in range(self.chain.num_blocks):
-            needed = [0] * (i + 1)
-            for s in range(i + 1, self.chain.num_blocks):
-                needed.append(max(needed[-1], self.new_bytes[i][s - 1] + work[s - 1]))
-            rows.append(needed)
-        return rows
-
-    def _steps(self, num_bytes: int) -> int:
-        return min(self.num_levels, round(num_bytes / self.step_bytes))
-
-    def _needs(self, num_bytes: int) -> int:
-        return min(self.num_levels, -(-num_bytes // self.step_bytes))
-
-    # ---------------------------------------------------------------------------------------------- the table
-
-    def _fill(self) -> None:
-        """Solve all stretches, short ones first."""
-        for length, rows in enumerate(self.rows):
-            firsts: dict[int, int] = {}
-            for i, row in enumerate(rows):
-                firsts.setdefault(row, i)
-            self._solve({row: self._ways(i, length) for row, i in firsts.items()})
-
-    def _ways(self, i: int, length: int) -> list[Way]:
-        """All ways to do a stretch of length + 1 blocks."""
-        if not length:
-            alone = self.chain.options[i][-1]
-            return [Way(-1, NO_TIME, 0, NO_TIME, alone.ticks, self._needs(alone.backward_bytes))]
-        keeps = self._keeps(i, self.rows[length - 1][i + 1], self.chain.forward_ticks[i])
-        rests = [self.rows[length - skipped][i + skipped] for skipped in range(1, length + 1)]
-        runs = [self.forward_ticks[i + skipped] - self.forward_ticks[i] for skipped in range(1, length + 1)]
-        return keeps + self._skips(i, rests, runs)
-
-    def _fill_top(self) -> None:
-        """Solve the whole step: as above, but the first run of forward is not extra work."""
-        num_blocks, top = self.chain.num_blocks, self.first_top_row
-        for i in range(num_blocks - 1, -1, -1):
-            rests = list(range(top + i + 1, top + num_blocks))
-            keeps = self._keeps(i, rests[0] if rests else NO_TIME, 0.0)
-            self._solve({top + i: keeps + self._skips(i, rests, [0.0] * len(rests))})
-
-    def _keeps(self, i: int, rest: int, run_ticks: float) -> list[Way]:
-        """Run a block and keep an option of it: one way per option."""
-        new_bytes = self.new_bytes[i][i + 1] if i + 1 < self.chain.num_blocks else 0
-        return [
-            Way(
-                code=-1 - o,
-                rest=rest,
-                kept_steps=self._steps(option.saved_bytes + new_bytes),
-                again=NO_TIME,
-                ticks=run_ticks + option.ticks,
-                least_steps=self._needs(max(option.forward_bytes, option.backward_bytes)),
-            )
-            for o, option in enumerate(self.chain.options[i])
-        ]
-
-    def _skips(self, i: int, rests: Sequence[int], run_ticks: Sequence[float]) -> list[Way]:
-        """Run the first blocks, keep nothing but what crosses after them, and do them again: one way per number."""
-        new, least, rows = self.new_steps[i], self.skip_steps[i], self.rows
-        return [
-            Way(skipped, rest, new[i + skipped], rows[skipped - 1][i], ticks, least[i + skipped])
-            for skipped, (rest, ticks) in enumerate(zip(rests, run_ticks, strict=True), start=1)
-        ]
-
-    def _solve(self, ways: dict[int, list[Way]]) -> None:
-        """Fill rows of the table with the best of several ways, by memory; of equally good ones the first is taken."""
-        width = max(len(row) for row in ways.values())
-        padded = [way for row in ways.values() for way in (*row, *[row[-1]] * (width - len(row)))]
-        codes, rests, kept, again, ticks, least = zip(*padded, strict=True)
-        starts = [(2 * rest + 1) * self.num_levels - steps for rest, steps in zip(rests, kept, strict=True)]
-        taken = self.table.flatten().take(_column(starts) + self.levels)
-        taken += self.table[_column(again).flatten(), self.num_levels :]
-        taken += torch.tensor(ticks, dtype=torch.float64, device=CPU)[:, None]
-        taken.masked_fill_(self.levels < _column(least), INFEASIBLE)
-        by_row = taken.view(len(ways), width, self.num_levels)
-        best, first = by_row.min(1)  # of equal ones the first, as argmin has it, in a fraction of its time
-        best.clamp_max_(INFEASIBLE)
-        self.table[_column(list(ways)).flatten(), self.num_levels :] = best
-        chosen = _column(codes).view(len(ways), width).gather(1, first)
-        self.choices.update(zip(ways, chosen.masked_fill(best >= INFEASIBLE, -1).tolist(), strict=True))
-
-    # ---------------------------------------------------------------------------------------------- plans
-
-    @property
-    def feasible_levels(self) -> range:
-        """The levels of memory that the programme believes it can do with, smallest first."""
-        start = self._steps(self.constant)
-        first = next((level for level, ticks in enumerate(self.top_ticks) if ticks < INFEASIBLE), self.num_levels)
-        return range(min(first + start, self.num_levels), self.num_levels)
-
-    def script(self, level: int) -> Script:
-        """What it proposes for a level of memory; different levels may give the same."""
-        return _Teller(self).tell(level - self._steps(self.constant))
-
-    def top_choice(self, i: int, level: int) -> Keep | Skip:
-        """What to do with block i during the first run of forward."""
-        return self._decoded(self.choices[self.first_top_row + i][level], i)
-
-    def choice(self, i: int, j: int, level: int) -> Keep | Skip:
-        """What to do with block i when i..j are run again."""
-        return self._decoded(self.choices[self.rows[j - i][i]][level], i)
-
-    def _decoded(self, code: int, i: int) -> Keep | Skip:
-        if code < 0:
-            return Keep(min(-1 - code, len(self.chain.options[i]) - 1))
-        return Skip(i + code)
-
-    def after_keep(self, i: int, option: int, level: int) -> int:
-        """The level that is left for the rest when block i keeps an option."""
-        kept = self.chain.options[i][option].saved_bytes + self.new_bytes[i][i + 1]
-        return level - self._steps(kept)
-
-    def after_skip(self, i: int, to: int, level: int) -> int:
-        """The level that is left for the rest when i is skipped to a later block."""
-        return level - self._steps(self.new_bytes[i][to])
-
-
-def _column(numbers: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=CPU)[:, None]
-
-
-@dataclass(frozen=True, slots=True)
 class Script:
     """What is kept of forward, and what backward does, block by block."""
 
@@ -409,11 +191,16 @@ Act = int | frozenset[int] | None
 """Undo a block; recompute values and hold on to them; or let go of what was held last."""
 
 
-class _Teller:
-    """Turns the programme's choices into a script."""
+def tell(chain: Chain, programme: ChainProgramme, level: int) -> Script:
+    """What a programme proposes for a level of memory; different levels may give the same."""
+    return _Teller(chain, programme).tell(programme.left_at(level))
 
-    def __init__(self, programme: ChainProgramme) -> None:
-        self.programme, self.chain = programme, programme.chain
+
+class _Teller:
+    """Turns a programme's choices into a script."""
+
+    def __init__(self, chain: Chain, programme: ChainProgramme) -> None:
+        self.chain, self.programme = chain, programme
         self.acts: list[Act] = []
 
     def tell(self, level: int) -> Script:
@@ -458,18 +245,13 @@ class _Teller:
         self.acts += [None, i]
 
 
-def write(chain: Chain, script: Script, most_runs: int | None = None) -> Schedule | None:
-    """Turn a script into an order of nodes; None if backward would run more of them than it may."""
-    return _Writer(chain, script.saved).write(script.acts, math.inf if most_runs is None else most_runs)
-
-
 class _Writer:
     """Runs nodes as a script says."""
 
     def __init__(self, chain: Chain, saved: Iterable[int]) -> None:
         problem = chain.problem
         legal = sorted(problem.bases[v] for v in saved if problem.constraint(v).no_save is None)
-        self.chain, self.writer = chain, chain.scheduler.writer(legal)
+        self.chain, self.writer = chain, chain.bench.scheduler.writer(legal)
         self.held: list[frozenset[int]] = []
         """Values that stretches in progress keep for later, innermost last."""
 
@@ -500,3 +282,62 @@ class _Writer:
         held = frozenset().union(*self.held)
         done = set(self.writer.events[start:]).difference(self.writer.scheduler.own_backward)
         self.writer.drop([i for i in done if value_of.get(i) not in held])
+
+
+# -------------------------------------------------------------------------------------------------- what is proposed
+
+
+def follow(bench: Bench, chain: Chain, script: Script) -> Offer | None:
+    """Do as a script says; None if that repeats too much."""
+    schedule = chain.write(script)
+    return None if schedule is None else bench.remembered(script, lambda: schedule, "chain")
+
+
+def chain_offers(bench: Bench, chain: Chain, budget_bytes: int) -> Iterator[Offer]:
+    """Look for the most memory that the chain planner may believe in so that its plan really fits."""
+    return offers_within(bench, chain, chain.programme(int(bench.tuning.headroom * budget_bytes)), budget_bytes)
+
+
+def offers_within(bench: Bench, chain: Chain, programme: ChainProgramme, budget_bytes: int) -> Iterator[Offer]:
+    """Look for the highest level of memory of a programme whose plan fits."""
+    levels = programme.feasible_levels
+    if not levels:
+        return
+    most = follow(bench, chain, tell(chain, programme, levels[-1]))
+    if most is None:
+        return
+    yield most
+    if most.peak_bytes > budget_bytes:
+        ends = End(levels[0] - 1, (levels[0] - 1) * programme.step_bytes), End(levels[-1], most.peak_bytes)
+        close = bench.close_bytes(budget_bytes)
+
+        def plan_at(level: int) -> Offer | None:
+            return follow(bench, chain, tell(chain, programme, level))
+
+        yield from narrow(plan_at, *ends, budget_bytes, close, bench.tuning.guesses)
+
+
+def lowest_levels(bench: Bench, chain: Chain, memory_bytes: int) -> Iterator[Offer]:
+    """Follow the chain planner with little memory, as long as it does not repeat too much."""
+    programme, most = chain.programme(memory_bytes), bench.tuning.levels_tried
+    levels = programme.feasible_levels
+    if bench.is_large:
+        tried: Sequence[int] = _least_repeating(chain, programme)[:most]
+    else:
+        tried = sorted({*levels[:most], *levels[:: max(1, len(levels) // most)]})
+    for level in reversed(tried):
+        offer = follow(bench, chain, tell(chain, programme, level))
+        if offer is None:
+            break
+        yield offer
+
+
+def _least_repeating(chain: Chain, programme: ChainProgramme) -> range:
+    """The levels at which the chain planner does not repeat too much, supposing that it repeats less with more."""
+    levels = programme.feasible_levels
+    low, high = 0, len(levels)
+    while low < high:
+        middle = (low + high) // 2
+        is_long = chain.write(tell(chain, programme, levels[middle])) is None
+        low, high = (middle + 1, high) if is_long else (low, middle)
+    return levels[low:]

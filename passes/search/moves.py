@@ -8,38 +8,15 @@ from is larger.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from ..graph.joint_graph import Role
 from ..memory.schedule import Schedule, Scheduler
 from ..memory.simulate import Simulation
 from .problem import FlowProblem
-
-
-class Judged(Protocol):
-    """A schedule with what it takes."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule."""
-
-    @property
-    def simulation(self) -> Simulation:
-        """What is alive when."""
-
-    @property
-    def extra_ticks(self) -> int:
-        """What it adds to the step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Its activation peak."""
-
-
-J = TypeVar("J", bound=Judged)
 
 
 class What(Enum):
@@ -84,19 +61,22 @@ class Touch:
     is_run: bool
 
 
-class Search(Generic[J]):
-    """Reads, writes and judges the candidates of one graph, with a bound on the effort."""
+Touches = dict[int, list[Touch]]
+"""Per value, when it is computed and read, in order."""
 
-    def __init__(self, problem: FlowProblem, scheduler: Scheduler, judge: Callable[[Schedule], J]) -> None:
-        self.problem, self.scheduler, self.judge = problem, scheduler, judge
+
+class Moves:
+    """Reads and writes the candidates of one graph, and finds changes of them."""
+
+    def __init__(self, problem: FlowProblem, scheduler: Scheduler) -> None:
+        self.problem, self.scheduler = problem, scheduler
         self.roots = scheduler.roots
         self.members: list[list[int]] = [[] for _ in problem.bases]
         for i, v in problem.value_of.items():
             self.members[v].append(i)
         costs, roles = problem.costs, problem.graph.roles
         self.forward_ticks = max(1, sum(costs.run_ticks[i] for i, r in enumerate(roles) if r is Role.FORWARD))
-        self.nodes_left = 0
-        """How many nodes may still be simulated."""
+        """What running forward takes: times are parts of that."""
 
     def write(self, candidate: Candidate) -> Schedule:
         """Turn a candidate into a schedule."""
@@ -134,7 +114,7 @@ class Search(Generic[J]):
                     facts.add(Fact(What.EARLY, v, touch.stage))
         return frozenset(facts)
 
-    def touches(self, schedule: Schedule) -> dict[int, list[Touch]]:
+    def touches(self, schedule: Schedule) -> Touches:
         """Per value, when it is computed and read, in order."""
         value_of, bases, inputs = self.problem.value_of, self.problem.bases, self.problem.graph.inputs
         found: dict[int, list[Touch]] = {value_of[i]: [Touch(-1, True)] for i in schedule.received if i in value_of}
@@ -149,28 +129,68 @@ class Search(Generic[J]):
             stage += i in own
         return found
 
-    def _may_save(self, v: int) -> bool:
+    def may_save(self, v: int) -> bool:
+        """May forward hand a value over?"""
         return self.problem.constraint(v).no_save is None
 
-    def _may_drop(self, v: int) -> bool:
+    def may_drop(self, v: int) -> bool:
+        """May a value be computed again?"""
         return self.problem.constraint(v).no_recompute is None
 
-    def _try(self, candidate: Candidate) -> J:
-        offer = self.judge(self.write(candidate))
-        self.nodes_left -= len(offer.simulation.order)
-        return offer
+    def evenly_spaced(self, always: frozenset[int]) -> Iterator[frozenset[int]]:
+        """Every second forward value, every third, and so on, beside what is always kept."""
+        bases, roles = self.problem.bases, self.problem.graph.roles
+        forward = [v for v, i in enumerate(bases) if roles[i] is Role.FORWARD and self.may_save(v)]
+        for step in range(2, 1 + len(forward) // 2):
+            yield always.union(forward[step - 1 :: step])
 
-    def aimed_moves(
-        self, offer: J, touches: dict[int, list[Touch]], moment: int, least_bytes: float = 0.0
-    ) -> list[Move]:
+    def keep_only(self, kept: frozenset[int]) -> Candidate:
+        """Keep a few values, and forget all others after each stage: little memory, much time."""
+        forgotten = [v for v in range(len(self.members)) if v not in kept and self.may_drop(v)]
+        dropped = (Fact(What.DROPPED, v, stage) for v in forgotten for stage in range(len(self.roots)))
+        return frozenset((*(Fact(What.SAVED, v) for v in kept), *dropped))
+
+    def of_value(self, candidate: Candidate, v: int, touches: Sequence[Touch]) -> list[Move]:
+        """All that can be done about one value."""
+        moves = []
+        saved = frozenset({Fact(What.SAVED, v)})
+        if saved <= candidate:
+            if self.may_drop(v):
+                moves.append(Move(removed=saved))
+        elif self.may_save(v) and touches:
+            moves.append(Move(added=saved, is_keep=True))
+        if not self.may_drop(v):
+            return moves
+        for before, touch in itertools.pairwise(touches):
+            if 0 <= before.stage < touch.stage:
+                stages = range(before.stage, touch.stage)
+                dropped = frozenset(Fact(What.DROPPED, v, stage) for stage in stages)
+                is_keep = touch.is_run
+                if is_keep:
+                    moves.append(Move(removed=dropped, is_keep=True))
+                else:
+                    moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before.stage)})))
+        return moves
+
+    def early(self, candidate: Candidate, v: int, touches: Touches) -> list[Move]:
+        """Compute a value where something it is computed from is at hand, or do not do so any more."""
+        done = sorted(fact.stage for fact in candidate if fact.what is What.EARLY and fact.value == v)
+        moves = [Move(removed=frozenset({Fact(What.EARLY, v, stage)})) for stage in done]
+        runs = [touch.stage for touch in touches[v] if touch.is_run and touch.stage > 0]
+        hands = {touch.stage for u in self.problem.inputs[v] for touch in touches.get(u, ()) if touch.stage >= 0}
+        for run in runs:
+            moves += [Move(added=frozenset({Fact(What.EARLY, v, stage)})) for stage in sorted(hands) if stage < run]
+        return moves
+
+    def aimed_at(self, simulation: Simulation, touches: Touches, moment: int, least_bytes: float = 0.0) -> list[Move]:
         """All ways to forget something that is alive at a moment and is not read there."""
-        simulation, own = offer.simulation, set(self.roots)
+        own = set(self.roots)
         events = simulation.order[simulation.num_forward : moment]
         stage = -1 if moment < simulation.num_forward else sum(i in own for i in events)
         moves = []
         for memory in simulation.alive_at(moment):
             v = self.problem.value_of.get(memory.node)
-            if v is None or not self._may_drop(v) or memory.num_bytes < least_bytes:
+            if v is None or not self.may_drop(v) or memory.num_bytes < least_bytes:
                 continue
             stages = [touch.stage for touch in touches.get(v, ())]
             if stage in stages and stage < stages[-1]:  # computed for something in this stage, and read later
@@ -183,7 +203,7 @@ class Search(Generic[J]):
             else:
                 moves.append(Move(added=frozenset({Fact(What.DROPPED, v, before)})))
                 deep = (Fact(What.DROPPED, u, before) for u in self._ancestors(v))
-                moves.append(Move(added=frozenset(fact for fact in deep if self._may_drop(fact.value))))
+                moves.append(Move(added=frozenset(fact for fact in deep if self.may_drop(fact.value))))
         return moves
 
     def _ancestors(self, v: int) -> set[int]:
@@ -198,9 +218,9 @@ class Search(Generic[J]):
         return found
 
 
-def by_peak(offer: Judged) -> tuple[int, int]:
-    """The lowest peak first; of equal ones, the fastest."""
-    return offer.peak_bytes, offer.extra_ticks
+def keep_plainly(kept: frozenset[int]) -> Candidate:
+    """Keep a few values; recompute the others once."""
+    return frozenset(Fact(What.SAVED, v) for v in kept)
 
 
 def excess_bytes(simulation: Simulation, budget_bytes: int) -> int:

@@ -23,7 +23,8 @@ from remat.passes.budgets.text import parse_budget
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price
-from remat.passes.search.planner import Planner
+from remat.passes.search.bench import Bench
+from remat.passes.search.planner import Planner, peak_stage
 from remat.passes.search.problem import FlowProblem
 from remat.passes.shared.errors import OptionError
 from remat.passes.shared.readable import size
@@ -304,7 +305,7 @@ def _planner(function: Any, *args: torch.Tensor, fuses: bool) -> Planner:
     graph = capture(function, *args).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}, fuses=fuses), fuses=fuses)
     storages = find_storages(graph, fuses=fuses, overwrites=not fuses)
-    return Planner(FlowProblem.build(graph, find_constraints(graph), costs), storages)
+    return Planner(Bench(FlowProblem.build(graph, find_constraints(graph), costs), storages))
 
 
 def _products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -411,8 +412,8 @@ def test_of_stages_in_a_row_that_are_as_high_the_last_has_the_peak() -> None:
     """The gradient of a loss and the softmax are alive at two of them; only after the second is the softmax free."""
     planner = _planner(*_classified(), fuses=False)
     for offer in (planner.without_recompute, *planner.dearer_cuts[:2]):
-        stage = planner._peak_stage(offer)
-        root = planner.problem.graph.nodes[planner.scheduler.roots[stage]]
+        stage = peak_stage(planner.bench, offer.simulation)
+        root = planner.problem.graph.nodes[planner.bench.scheduler.roots[stage]]
         assert planner.problem.graph.nodes[offer.simulation.order[offer.simulation.peak_moment]] is not root
         assert root.target is torch.ops.aten._log_softmax_backward_data.default
 

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from support import measure
 from support.harness import count_backward_ops
+from support.tuned import search_less
 from torch import nn
 
 import remat
 from remat.passes.budgets.budget import RegionShare
 from remat.passes.graph.constraints import Reason
 from remat.passes.plans.plan import Action
-from remat.passes.search import improve
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size
 from remat.regions.carrier import operator_name
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture(autouse=True)
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search less: bounds must hold however long the planner looks for something faster."""
-    monkeypatch.setattr(improve, "NODES_SIMULATED", 20_000)
+    search_less(monkeypatch, 20_000)
 
 
 class Block(nn.Module):

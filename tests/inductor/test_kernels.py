@@ -32,6 +32,7 @@ from remat.passes.memory.simulate import Simulation
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price
 from remat.passes.search import blocks
+from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import Squeezer
@@ -91,7 +92,7 @@ def predicted(function: Callable[..., Any], *args: torch.Tensor) -> Simulation:
     graph = capture(function, *args).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**36, 2.0**33)}))
     return Planner(
-        FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True)
+        Bench(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True))
     ).fastest.simulation
 
 

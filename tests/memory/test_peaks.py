@@ -19,6 +19,7 @@ from remat.passes.memory.schedule import Schedule, schedule_backward
 from remat.passes.memory.simulate import simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Roofline, price
+from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.expressions import evaluate
@@ -29,7 +30,7 @@ from remat.report.observed.counting import activation_peak
 
 def schedules(found: FlowProblem, rng: random.Random) -> list[Schedule]:
     """The plain cut, and two that keep values at random."""
-    planner = Planner(found, find_storages(found.graph, fuses=False))
+    planner = Planner(Bench(found, find_storages(found.graph, fuses=False)))
     legal = [i for v, i in enumerate(found.bases) if found.constraint(v).no_save is None]
     kept = [sorted(rng.sample(legal, rng.randint(0, len(legal)))) for _ in range(2)]
     at_random = [schedule_backward(found.graph, found.constraints, saved) for saved in kept]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support import measure
+from support.tuned import search_less
 from torch import nn
 
 import remat.passes.pipeline
-import remat.passes.search.improve
 from remat.passes.plans.plan import Plan
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
@@ -36,7 +36,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
     monkeypatch.setattr(remat.passes.pipeline, "choose_plan", record)
     # What is tested is whether plans keep what they promise, not how good they are.
-    monkeypatch.setattr(remat.passes.search.improve, "NODES_SIMULATED", 10_000)
+    search_less(monkeypatch, 10_000)
     return made
 
 

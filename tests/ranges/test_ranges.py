@@ -28,10 +28,11 @@ from remat.passes.plans.write_plan import Chosen
 from remat.passes.prices.cost import Likes, Machine, Roofline
 from remat.passes.ranges.ranges import at_sizes
 from remat.passes.search import problem as flow
+from remat.passes.search.bench import Bench
 from remat.passes.search.chain import Chain
 from remat.passes.search.improve import Improver
-from remat.passes.search.ladder import NUM_CUTS
 from remat.passes.search.planner import Planner
+from remat.passes.search.tuning import MIDDLE
 from remat.passes.shared.readable import size
 from remat.passes.sizes.expressions import is_true, rounded
 from remat.report.data.collecting import collected
@@ -288,7 +289,7 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
     sizes = plain.storages.sizes
     rows, length = sorted(sizes.backed, key=lambda symbol: sizes.values[symbol])
     largest = at_sizes(plain.problem, plain.storages, model, sizes.at({rows: 64, length: 4096}))
-    budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
+    budget = Budget("part", num_bytes=int(part * Planner(Bench(*largest)).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
     for number in range(num_batches):
@@ -318,7 +319,7 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
     sizes = plain.storages.sizes
     (length,) = sizes.backed
     largest = at_sizes(plain.problem, plain.storages, model, sizes.at({length: 4096}))
-    budget = Budget("part", num_bytes=int(part * Planner(*largest).lowest.peak_bytes), take_minimum=True)
+    budget = Budget("part", num_bytes=int(part * Planner(Bench(*largest)).lowest.peak_bytes), take_minimum=True)
     request = Request(model, budget, fuses=fuses, take_minimum=True)
     rng, found = random.Random(0), []
     todo = [int(2 ** rng.uniform(4, 12)) for _ in range(num_lengths)]
@@ -467,7 +468,7 @@ def test_planning_with_symbols_is_hardly_more_work_than_with_fixed_sizes(
         assert work.searches <= max(1, expected.searches), (work, expected)
         assert work.chains <= max(1, expected.chains), (work, expected)
         # How many stages of backward are cut for depends on where the peak moves, which is not the same at all sizes.
-        assert work.cuts <= expected.cuts + 2 * NUM_CUTS, (work, expected)
+        assert work.cuts <= expected.cuts + 2 * MIDDLE.num_cuts, (work, expected)
         assert work.nodes_simulated <= 1.5 * expected.nodes_simulated + LONGEST_STEP, (work, expected)
 
 
@@ -481,5 +482,5 @@ def attentive_peaks() -> tuple[int, int]:
     joint = attentive_joint((0, 1, 2))
     request = Request(Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses=False))
     prepared = prepare(copy.deepcopy(joint.module), request, num_fwd_outputs=joint.num_fwd_outputs)
-    planner = Planner(prepared.problem, prepared.storages)
+    planner = Planner(Bench(prepared.problem, prepared.storages))
     return planner.fastest.peak_bytes, planner.low.peak_bytes

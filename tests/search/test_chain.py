@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from remat.passes.memory.schedule import Scheduler, schedule_backward
 from remat.passes.memory.simulate import Simulator, simulate
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Machine, Roofline, price
+from remat.passes.search.bench import Bench
 from remat.passes.search.blocks import _forward_values_read, find_blocks
-from remat.passes.search.chain import NO_TIME, ChainProgramme
-from remat.passes.search.planner import FEW_MOVES, NEAR_MISSES, Planner
+from remat.passes.search.chain import chain_offers, tell
+from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
-from remat.passes.search.squeeze import NODES_SQUEEZED
+from remat.passes.search.table import NO_TIME, ChainProgramme
+from remat.passes.search.tuning import MIDDLE, Tuning
 
 WIDTH = 32
 
@@ -57,7 +60,7 @@ def names(problem: FlowProblem, values: frozenset[int]) -> list[str]:
 
 def test_blocks_end_where_only_the_stream_crosses() -> None:
     problem = residual_blocks(4)
-    *inner, last = find_blocks(problem)
+    *inner, last = find_blocks(problem, MIDDLE)
     assert len(inner) >= 3
     for block in inner:
         assert [name.split("_")[0] for name in names(problem, block.crossing)] in (["add"], ["mm"])
@@ -74,14 +77,14 @@ def test_no_block_ends_on_a_hill_between_narrow_points() -> None:
         stream = p.linear(hill, WIDTH)
         problem = p.problem(p.tanh(p.linear(p.tanh(stream), WIDTH)))
     widest = max(problem.num_bytes(v) for v in range(len(problem.bases)))
-    blocks = find_blocks(problem)
+    blocks = find_blocks(problem, MIDDLE)
     assert len(blocks) > 1
     assert all(problem.num_bytes(v) < widest for block in blocks for v in block.crossing)
 
 
 def test_blocks_are_all_of_forward_and_all_of_backward_in_order() -> None:
     problem = residual_blocks(4)
-    blocks = find_blocks(problem)
+    blocks = find_blocks(problem, MIDDLE)
     values = [v for block in blocks for v in block.values]
     assert values == [v for v, i in enumerate(problem.bases) if problem.graph.roles[i] is Role.FORWARD]
     assert [i for block in reversed(blocks) for i in block.backward] == roots(problem.graph)
@@ -100,7 +103,7 @@ def test_node_of_backward_that_reads_no_value_belongs_to_the_block_before() -> N
     graph = capture(loss).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}))
     problem = FlowProblem.build(graph, find_constraints(graph), costs)
-    blocks = find_blocks(problem)
+    blocks = find_blocks(problem, MIDDLE)
     firsts = [block.backward[0] for block in blocks if block.backward and block.backward[0] != roots(graph)[0]]
     assert len(firsts) >= 2
     for i in firsts:
@@ -109,7 +112,7 @@ def test_node_of_backward_that_reads_no_value_belongs_to_the_block_before() -> N
 
 def test_no_block_ends_where_a_value_crosses_that_may_not_be_saved() -> None:
     problem = residual_blocks(4, must_recompute=(1,))
-    blocks = find_blocks(problem)
+    blocks = find_blocks(problem, MIDDLE)
     assert len(blocks) > 1
     for block in blocks:
         assert all(problem.constraint(v).no_save is None for v in block.crossing)
@@ -129,7 +132,7 @@ def best_without_forgetting(problem: FlowProblem) -> int:
 
 def test_recomputing_several_times_reaches_what_no_choice_of_saved_values_does() -> None:
     problem = equal_layers(16)
-    planner = Planner(problem, find_storages(problem.graph, fuses=False))
+    planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False)))
     lowest = planner.lowest
     verify_schedule(problem.graph, problem.constraints, lowest.schedule)
     assert lowest.peak_bytes < 0.75 * best_without_forgetting(problem)
@@ -141,8 +144,8 @@ def test_recomputing_several_times_reaches_what_no_choice_of_saved_values_does()
 def test_offers_of_the_chain_planner_are_legal_and_as_large_as_they_say(fraction: float) -> None:
     problem = residual_blocks(6)
     storages = find_storages(problem.graph, fuses=False)
-    planner = Planner(problem, storages)
-    offers = list(planner._chain_offers(int(fraction * planner.without_recompute.peak_bytes)))
+    planner = Planner(Bench(problem, storages))
+    offers = list(chain_offers(planner.bench, planner.chain, int(fraction * planner.without_recompute.peak_bytes)))
     assert offers
     for offer in offers:
         verify_schedule(problem.graph, problem.constraints, offer.schedule)
@@ -151,7 +154,7 @@ def test_offers_of_the_chain_planner_are_legal_and_as_large_as_they_say(fraction
 
 def test_more_memory_never_makes_a_plan_slower() -> None:
     problem = equal_layers(5)
-    planner = Planner(problem, find_storages(problem.graph, fuses=False))
+    planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False)))
     low, high = planner.lowest.peak_bytes, planner.fastest.peak_bytes
     offers = [planner.within(low + k * (high - low) // 2) for k in range(3)]
     ticks = [offer.extra_ticks for offer in offers if offer is not None]
@@ -163,7 +166,7 @@ class Unshared(ChainProgramme):
     """The programme with a row for each stretch, equal to others or not."""
 
     def _rows(self) -> list[list[int]]:
-        num_blocks, rows = self.chain.num_blocks, []
+        num_blocks, rows = self.links.num_blocks, []
         following = NO_TIME + 1
         for length in range(num_blocks):
             rows.append(list(range(following, following + num_blocks - length)))
@@ -175,16 +178,16 @@ class Unshared(ChainProgramme):
 @pytest.mark.parametrize("fraction", [0.7, 0.4, 0.2])
 def test_stretches_that_share_a_row_are_planned_as_each_would_be_alone(problem: FlowProblem, fraction: float) -> None:
     storages = find_storages(problem.graph, fuses=False)
-    planner = Planner(problem, storages)
+    planner = Planner(Bench(problem, storages))
     chain, memory_bytes = planner.chain, int(fraction * planner.without_recompute.peak_bytes)
-    shared, alone = ChainProgramme(chain, memory_bytes), Unshared(chain, memory_bytes)
+    shared, alone = (made(chain.links, memory_bytes, MIDDLE.grid_steps) for made in (ChainProgramme, Unshared))
     assert shared.table.shape[0] < alone.table.shape[0]
     assert shared.top_ticks == alone.top_ticks
     for length, rows in enumerate(shared.rows):
         for i, row in enumerate(rows):
             assert shared.choices[row] == alone.choices[alone.rows[length][i]]
-    assert [shared.script(level) for level in shared.feasible_levels] == [
-        alone.script(level) for level in alone.feasible_levels
+    assert [tell(chain, shared, level) for level in shared.feasible_levels] == [
+        tell(chain, alone, level) for level in alone.feasible_levels
     ]
 
 
@@ -204,14 +207,14 @@ def test_one_scheduler_and_one_simulator_serve_any_number_of_schedules(fuses: bo
 @pytest.mark.parametrize("fuses", [False, True])
 def test_live_bytes_are_those_of_the_memory_that_is_listed(fuses: bool) -> None:
     problem = residual_blocks(5)
-    simulation = Planner(problem, find_storages(problem.graph, fuses=fuses)).lowest.simulation
+    simulation = Planner(Bench(problem, find_storages(problem.graph, fuses=fuses))).lowest.simulation
     for moment, live in enumerate(simulation.live_bytes):
         assert live == sum(m.num_bytes for m in simulation.memory if m.first <= moment <= m.last)
     listed = sorted((m.first, m.last, m.num_bytes) for m in simulation.memory)
     assert listed == sorted(span for span in simulation.spans if span[2])
 
 
-def work_done(problem: FlowProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def work_done(problem: FlowProblem, tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How many cuts are made and how many steps are simulated to plan for a third of the peak."""
     counts = {"cuts": 0, "steps": 0}
     cut, run = FlowProblem.cut, Simulator.run
@@ -227,7 +230,7 @@ def work_done(problem: FlowProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[in
     with monkeypatch.context() as patch:
         patch.setattr(FlowProblem, "cut", counted_cut)
         patch.setattr(Simulator, "run", counted_run)
-        planner = Planner(problem, find_storages(problem.graph, fuses=False))
+        planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False), tuning=tuning))
         assert planner.within(planner.without_recompute.peak_bytes // 3) is not None
     return counts["cuts"], counts["steps"]
 
@@ -236,15 +239,13 @@ def test_deep_models_take_hardly_more_cuts_and_simulations(monkeypatch: pytest.M
     """Each costs time in proportion to the graph's size; what planning takes would be quadratic otherwise."""
     for num_blocks in (40, 160):
         problem = residual_blocks(num_blocks)
-        with monkeypatch.context() as patch:
-            patch.setattr("remat.passes.search.planner.NEAR_MISSES", 0)
-            num_cuts, num_steps = work_done(problem, monkeypatch)
+        num_cuts, num_steps = work_done(problem, replace(MIDDLE, near_misses=0), monkeypatch)
         assert num_cuts <= 90
         assert num_steps <= 90
         # Squeezing looks at so many nodes at most, whatever their number; it ends within one round of tries.
-        most_squeezed = NEAR_MISSES * (NODES_SQUEEZED // len(problem.graph.nodes) + FEW_MOVES)
-        assert work_done(problem, monkeypatch)[1] <= num_steps + most_squeezed
-        assert work_done(problem, monkeypatch)[0] <= num_cuts
+        most_squeezed = MIDDLE.near_misses * (MIDDLE.nodes_squeezed // len(problem.graph.nodes) + MIDDLE.few_moves)
+        assert work_done(problem, MIDDLE, monkeypatch)[1] <= num_steps + most_squeezed
+        assert work_done(problem, MIDDLE, monkeypatch)[0] <= num_cuts
 
 
 @pytest.mark.parametrize("fuses", [False, True])
@@ -267,8 +268,8 @@ def test_no_schedule_has_a_peak_below_the_bound_that_all_have(fuses: bool) -> No
 def test_hopeless_budget_is_given_up_at_once_and_has_the_same_lowest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = residual_blocks(5)
     storages = find_storages(problem.graph, fuses=False)
-    thorough, quick = Planner(problem, storages), Planner(problem, storages)
-    least = quick.simulator.least_bytes()
+    thorough, quick = Planner(Bench(problem, storages)), Planner(Bench(problem, storages))
+    least = quick.bench.simulator.least_bytes()
     assert thorough.within(least - 1) is None
     with monkeypatch.context() as patch:
         patch.setattr(Simulator, "run", lambda *args: pytest.fail("simulates"))

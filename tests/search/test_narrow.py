@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat.passes.search.narrow import GUESSES, End, narrow
+from remat.passes.search.ladder import End, narrow
+
+GUESSES = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ def plans(peaks: list[int | None], budget_bytes: int, close_bytes: int | None = 
     assert first is not None
     assert last is not None
     ends = End(0, first), End(len(peaks) - 1, last)
-    return list(narrow(plan_at, *ends, budget_bytes, close_bytes))
+    return list(narrow(plan_at, *ends, budget_bytes, close_bytes, GUESSES))
 
 
 @pytest.mark.parametrize("budget_bytes", [100, 150, 1000, 3170, 9899])
@@ -41,7 +43,7 @@ def test_halving_finds_the_last_that_fits(budget_bytes: int, power: int) -> None
 
 def test_row_in_the_other_direction() -> None:
     peaks = [1000 - 10 * place for place in range(100)]
-    found = list(narrow(lambda k: Plan(k, peaks[k]), End(99, peaks[99]), End(0, peaks[0]), 505, None))
+    found = list(narrow(lambda k: Plan(k, peaks[k]), End(99, peaks[99]), End(0, peaks[0]), 505, None, GUESSES))
     assert max((p for p in found if p.peak_bytes <= 505), key=lambda p: p.peak_bytes).place == 50
 
 

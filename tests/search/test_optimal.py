@@ -15,7 +15,8 @@ from support.instances import Instance, instance
 from remat.passes.graph.joint_graph import Role
 from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.storage import find_storages
-from remat.passes.search.planner import Offer, Planner, extra_ticks
+from remat.passes.search.bench import Bench, Offer, extra_ticks
+from remat.passes.search.planner import Planner
 
 FRACTIONS = (0.25, 0.5, 0.75)
 """Where a budget lies between the lowest peak that any schedule has and that of the fastest one."""
@@ -56,7 +57,7 @@ def compare(case: Instance, fractions: Sequence[float]) -> list[Result]:
     """Plan for budgets in the range where memory is short, and solve the same problems exactly."""
     problem, graph = case.problem, case.graph
     storages = find_storages(graph, fuses=False)
-    planner = Planner(problem, storages)
+    planner = Planner(Bench(problem, storages))
     forward = sum(problem.costs.run_ticks[i] for i, role in enumerate(graph.roles) if role is Role.FORWARD)
     low, high = milp.lowest_peak_bytes(problem, storages), planner.fastest.peak_bytes
     results = []
@@ -114,7 +115,7 @@ def test_lowest_plan_is_the_lowest_there_is() -> None:
     """A chain of equal layers needs several recomputations of the same value to get there."""
     case = instance(10)
     storages = find_storages(case.graph, fuses=False)
-    lowest = Planner(case.problem, storages).lowest
+    lowest = Planner(Bench(case.problem, storages)).lowest
     assert lowest.peak_bytes == milp.lowest_peak_bytes(case.problem, storages)
 
 
@@ -125,7 +126,7 @@ def test_lowest_plans_are_near_the_lowest_there_are() -> None:
         case = instance(number)
         storages = find_storages(case.graph, fuses=False)
         ratios.append(
-            Planner(case.problem, storages).lowest.peak_bytes / milp.lowest_peak_bytes(case.problem, storages)
+            Planner(Bench(case.problem, storages)).lowest.peak_bytes / milp.lowest_peak_bytes(case.problem, storages)
         )
     assert min(ratios) >= 1
     assert max(ratios) <= 1.1
@@ -134,10 +135,11 @@ def test_lowest_plans_are_near_the_lowest_there_are() -> None:
 
 PLAN_IN_ANOTHER_PROCESS = """
 from support.instances import instance
+from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.memory.storage import find_storages
 case = instance(8)
-planner = Planner(case.problem, find_storages(case.graph, fuses=False))
+planner = Planner(Bench(case.problem, find_storages(case.graph, fuses=False)))
 schedule = planner.within(int(0.7 * planner.fastest.peak_bytes)).schedule
 print(schedule.received, schedule.events)
 """

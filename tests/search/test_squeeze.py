@@ -12,8 +12,8 @@ from torch import nn
 from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.storage import find_storages
 from remat.passes.prices.cost import Flops, Roofline, price
-from remat.passes.search.improve import has_few_tries
-from remat.passes.search.planner import Offer, Planner
+from remat.passes.search.bench import Bench, Offer
+from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.sizes.symbols import Sizes
 
@@ -40,12 +40,12 @@ def planner() -> Planner:
     graph, constraints = capture(model, x).constraints()
     sizes = Sizes.find(graph.nodes, None)
     problem = FlowProblem.build(graph, constraints, price(graph, Flops(), sizes))
-    return Planner(problem, find_storages(graph, fuses=False, sizes=sizes))
+    return Planner(Bench(problem, find_storages(graph, fuses=False, sizes=sizes)))
 
 
 def check(planner: Planner, offer: Offer) -> None:
     verify_schedule(planner.problem.graph, planner.problem.constraints, offer.schedule)
-    assert offer.peak_bytes == planner.simulator.run(offer.schedule).peak_bytes
+    assert offer.peak_bytes == planner.bench.simulator.run(offer.schedule).peak_bytes
 
 
 def test_squeezing_the_fastest_plan_fits_a_budget_that_it_exceeds(planner: Planner) -> None:
@@ -84,7 +84,7 @@ def test_squeezing_out_never_raises_the_peak_and_is_repeatable(planner: Planner)
 
 
 def test_lowest_plan_is_one_that_cannot_be_squeezed_further(planner: Planner) -> None:
-    assert not has_few_tries(planner.low.simulation)
+    assert not planner.low.is_long
     assert planner.lowest.peak_bytes <= planner.low.peak_bytes
     assert planner.squeezer.squeeze_out(planner.lowest).peak_bytes == planner.lowest.peak_bytes
 
@@ -109,15 +109,15 @@ def layered() -> Planner:
     graph, constraints = capture(Layers(), torch.randn(64, 16)).constraints()
     sizes = Sizes.find(graph.nodes, None)
     problem = FlowProblem.build(graph, constraints, price(graph, Roofline(fuses=False), sizes))
-    return Planner(problem, find_storages(graph, fuses=False, sizes=sizes))
+    return Planner(Bench(problem, find_storages(graph, fuses=False, sizes=sizes)))
 
 
 def test_cuts_that_hardly_exceed_a_budget_are_squeezed_into_it(layered: Planner) -> None:
-    assert not layered.improver.is_small
+    assert not layered.bench.is_small
     num_fitting = 0
     for cut in layered.dearer_cuts:
         budget_bytes = int(0.97 * cut.peak_bytes)
-        (squeezed,) = layered._squeezed([cut], budget_bytes)
+        (squeezed,) = layered.squeezed([cut], budget_bytes)
         check(layered, squeezed)
         num_fitting += squeezed.peak_bytes <= budget_bytes
         found = layered.within(budget_bytes)
@@ -129,14 +129,14 @@ def test_cuts_that_hardly_exceed_a_budget_are_squeezed_into_it(layered: Planner)
 def test_only_what_nearly_fits_and_is_faster_than_all_that_fits_is_squeezed(layered: Planner) -> None:
     cut = max(layered.dearer_cuts, key=lambda offer: offer.peak_bytes)
     assert layered.fastest.extra_ticks < cut.extra_ticks
-    assert layered._squeezed([layered.fastest, cut], layered.fastest.peak_bytes) == []
-    assert layered._squeezed([cut], cut.peak_bytes // 2) == []
+    assert layered.squeezed([layered.fastest, cut], layered.fastest.peak_bytes) == []
+    assert layered.squeezed([cut], cut.peak_bytes // 2) == []
 
 
 def test_value_computed_for_another_one_is_forgotten_within_the_stage_and_computed_again() -> None:
     """A chain is recomputed for its end, which backward reads first: what was passed on the way need not wait."""
     case = instance(82)
-    small = Planner(case.problem, find_storages(case.graph, fuses=False))
+    small = Planner(Bench(case.problem, find_storages(case.graph, fuses=False)))
     start = min(small.dearer_cuts, key=lambda o: abs(o.peak_bytes - 5 * small.problem.num_bytes(0)))
     budget_bytes = start.peak_bytes - small.problem.num_bytes(0)
     squeezed = small.squeezer.squeeze(start, budget_bytes)

@@ -29,7 +29,7 @@ from remat.passes.memory.backward_order import roots
 from remat.passes.memory.schedule import Schedule, Scheduler, schedule_backward
 from remat.passes.memory.simulate import Simulation, simulate
 from remat.passes.memory.storage import Storages
-from remat.passes.search.planner import extra_ticks
+from remat.passes.search.bench import extra_ticks
 from remat.passes.search.problem import FlowProblem
 
 BYTES_PER_UNIT = 1024

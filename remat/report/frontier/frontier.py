@@ -28,14 +28,13 @@ from ...passes.budgets.pick import Picked
 from ...passes.budgets.regions import Found, choose_within_shares
 from ...passes.memory.legal import verify_schedule
 from ...passes.memory.shares import Shares
-from ...passes.memory.storage import Storages
 from ...passes.pipeline import Observer, run
 from ...passes.plans.plan import Plan
 from ...passes.plans.request import Prepared
 from ...passes.plans.write_plan import Chosen, write_plan
 from ...passes.prices.cost import TICKS_PER_SECOND
-from ...passes.search.planner import Offer, Planner
-from ...passes.search.problem import FlowProblem
+from ...passes.search.bench import Bench, Offer
+from ...passes.search.planner import Planner
 from ...passes.shared.errors import OptionError, RematError
 from ...passes.shared.files import form_of, parsed_file
 from ...passes.shared.readable import duration, size, size_unit, time_unit
@@ -277,10 +276,10 @@ class _Explorer(Observer):
 
 def _frontier_of(prepared: Prepared, num_budgets: int, key: str, say: Say) -> Frontier:
     problem, storages = prepared.problem, prepared.storages
-    planner = Planner(problem, storages)
+    planner = Planner(Bench(problem, storages))
     whole = planner.without_recompute.peak_bytes
     shares = Shares.find(problem.graph)
-    asks = _under_regions(problem, storages, shares) if shares.budgets else _under_none(planner)
+    asks = _under_regions(planner, shares) if shares.budgets else _under_none(planner)
     found = undominated(_offers(asks, f"{len(problem.graph.nodes)} nodes", num_budgets, say))
     points = []
     for offer in found:
@@ -311,7 +310,7 @@ def _under_none(planner: Planner) -> _Asks:
     )
 
 
-def _under_regions(problem: FlowProblem, storages: Storages, shares: Shares) -> _Asks:
+def _under_regions(planner: Planner, shares: Shares) -> _Asks:
     """Plan for the graph's peak with the budgets of its regions kept at the same time."""
     found_by_offer: dict[int, Found] = {}
 
@@ -321,7 +320,7 @@ def _under_regions(problem: FlowProblem, storages: Storages, shares: Shares) -> 
             budget = Budget(text="pareto", num_bytes=budget_bytes, take_minimum=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a budget is out of reach is what the frontier is asked for
-            found = choose_within_shares(problem, storages, shares, budget, take_minimum=False)
+            found = choose_within_shares(planner, shares, budget, take_minimum=False)
         found_by_offer[id(found.offer)] = found
         return found.offer
 
