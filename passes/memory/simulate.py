@@ -22,9 +22,9 @@ import torch
 import torch.fx as fx
 
 from ..graph.joint_graph import JointGraph, Role
-from ..sizes.symbols import Sizes, terms_of
+from ..sizes.symbols import NO_SIZE, SizeNumber, Sizes, terms_of
 from .schedule import Schedule
-from .storage import Storages, size_of
+from .storage import Storages
 
 GENERATOR_STATE_BYTES = 5056
 """What the state of a CPU generator takes; that of an accelerator takes less."""
@@ -50,8 +50,8 @@ class Memory:
     """The moment at which it is allocated: an index into forward's order followed by backward's."""
     last: int
     """The moment after which it is free."""
-    size: int
-    """Its bytes again, or where sizes are symbols the position of those in their table."""
+    size: SizeNumber
+    """Which size that is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Allocations:
     num_bytes: Sequence[int]
     first: Sequence[int]
     last: Sequence[int]
-    sizes: Sequence[int]
+    sizes: Sequence[SizeNumber]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +140,8 @@ class Simulator:
 
     def __init__(self, graph: JointGraph, storages: Storages, elsewhere: Sequence[Sizes] = ()) -> None:
         self.graph, self.storages, self.elsewhere = graph, storages, tuple(elsewhere)
-        self.bytes_elsewhere = [[sizes.value_of_terms(terms) for terms in sizes.table] for sizes in elsewhere]
-        """Per other sizes, the bytes of every size in the table."""
+        self.bytes_elsewhere = [sizes.table_bytes for sizes in elsewhere]
+        """At the other sizes, the bytes of everything by the number of its size."""
         self.fuses = any(storages.is_fused)
         self.overwrites = any(storages.overwrites)
         self.is_kernel = [not storages.is_fused[i] and not storages.is_deferred[i] for i in range(len(graph.nodes))]
@@ -151,7 +151,7 @@ class Simulator:
             tuple(zip(num_bytes, sizes, strict=True))
             for num_bytes, sizes in zip(storages.own_bytes, storages.own_sizes, strict=True)
         ]
-        """Per node, bytes and sizes of what it allocates."""
+        """Per node, the bytes of what it allocates, each with which size that is."""
         space = storages.workspace
         self.taken = [(*own, space[i]) if i in space else own for i, own in enumerate(self.own)]
         """The same with what it takes only while it runs."""
@@ -368,7 +368,7 @@ class _Run:
         self.held: list[tuple[int, ...]] = []
         """Per moment, the memory that its result keeps alive."""
         self.num_bytes: list[int] = []
-        self.sizes: list[int] = []
+        self.sizes: list[SizeNumber] = []
         self.first: list[int] = []
         self.last: list[int] = []
         self.overwritten: dict[int, int] = {}
@@ -412,8 +412,8 @@ class _Run:
         for i in sorted(self.schedule.copied | storages.relaid.intersection(self.schedule.received)):
             value = self.simulator.graph.nodes[i].meta.get("val")
             num_bytes = sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
-            found.append(Memory(i, num_bytes, 0, last, size_of(value, sizes)))
-        state = sizes.number_of(terms_of(GENERATOR_STATE_BYTES)) if sizes.symbols else GENERATOR_STATE_BYTES
+            found.append(Memory(i, num_bytes, 0, last, sizes.size_number(value)))
+        state = sizes.number_of(terms_of(GENERATOR_STATE_BYTES))
         found += [Memory(i, GENERATOR_STATE_BYTES, 0, last, state) for i in sorted(self.schedule.replayed)]
         return tuple(found)
 
@@ -423,7 +423,7 @@ class _Run:
         for moment, is_gradient in ends.items():
             for memory in self.held[moment]:
                 if is_gradient and self.first[memory] >= num_forward:
-                    self.num_bytes[memory] = self.sizes[memory] = 0
+                    self.num_bytes[memory], self.sizes[memory] = 0, NO_SIZE
                 else:
                     self.last[memory] = len(self.order) - 1
 

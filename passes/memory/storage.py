@@ -23,7 +23,7 @@ from ..graph.overwrite import hides_sharing, overwritable
 from ..rewrites.gradients import gradients_of, is_taken_over
 from ..rewrites.losses import holds_elements
 from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from ..sizes.symbols import Sizes, terms_of
+from ..sizes.symbols import SizeNumber, Sizes, terms_of
 from .workspace import workspace_of
 
 SMALLEST_REDUCTION = 8
@@ -45,10 +45,9 @@ class Storages:
     """What memory each node's result takes, by node position."""
 
     own_bytes: tuple[tuple[int, ...], ...]
-    """Memory that running the node allocates: one size per tensor it returns, none for a view."""
-    own_sizes: tuple[tuple[int, ...], ...]
-    """The same as `own_bytes` where sizes are numbers; where they are symbols, positions in the table of `sizes`:
-    what is equal here is equal whatever the symbols stand for."""
+    """Memory that running the node allocates: the bytes of each tensor it returns, none for a view."""
+    own_sizes: tuple[tuple[SizeNumber, ...], ...]
+    """Which sizes these are: what is equal here is equal whatever the symbols stand for."""
     sizes: Sizes
     base: tuple[int, ...]
     """The node whose memory a view shares; -1 for a node with memory of its own."""
@@ -74,8 +73,8 @@ class Storages:
     graph can be told so."""
     left_over: frozenset[int]
     """Gradients that autograd copies at the end of backward: they stay in memory until then."""
-    workspace: Mapping[int, tuple[int, int]]
-    """Memory that nodes take only while they run, as in `own_bytes` and `own_sizes`: what an allocator sees, and one
+    workspace: Mapping[int, tuple[int, SizeNumber]]
+    """Memory that nodes take only while they run, in bytes, and which size that is: what an allocator sees, and one
     who watches results does not."""
 
 
@@ -89,7 +88,7 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
     groups_loops = fuses and _runs_on_cpu(graph)
     products = {graph.resolve(product) for product in deferred if product is not None}
     return Storages(
-        own_bytes=_as_bytes(own_sizes, sizes) if sizes.symbols else own_sizes,
+        own_bytes=_as_bytes(own_sizes, sizes),
         own_sizes=own_sizes,
         sizes=sizes,
         base=tuple(base for base, _ in shared),
@@ -145,8 +144,8 @@ def _uncertain(graph: JointGraph) -> set[int]:
 
 def storages_at(storages: Storages, sizes: Sizes) -> Storages:
     """The same memory at other sizes of the same symbols."""
-    table = sizes.table
-    workspace = {i: (sizes.value_of_terms(table[size]), size) for i, (_, size) in storages.workspace.items()}
+    num_bytes = sizes.table_bytes
+    workspace = {i: (num_bytes[size], size) for i, (_, size) in storages.workspace.items()}
     return replace(storages, sizes=sizes, own_bytes=_as_bytes(storages.own_sizes, sizes), workspace=workspace)
 
 
@@ -156,13 +155,10 @@ def _left_over(graph: JointGraph) -> Iterator[int]:
             yield graph.resolve(gradient)
 
 
-def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, int]]]:
+def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, SizeNumber]]]:
     for i, node in enumerate(graph.nodes):
         num_bytes = workspace_of(node, sizes)
-        if isinstance(num_bytes, int) and not sizes.symbols:
-            if num_bytes:
-                yield i, (num_bytes, num_bytes)
-        elif terms := terms_of(num_bytes):
+        if terms := terms_of(num_bytes):
             yield i, (sizes.value_of_terms(terms), sizes.number_of(terms))
 
 
@@ -248,13 +244,13 @@ def _shared(graph: JointGraph, i: int) -> tuple[int, int]:
     return -1, -1
 
 
-def _own_sizes(graph: JointGraph, i: int, sizes: Sizes, fuses: bool) -> tuple[int, ...]:
+def _own_sizes(graph: JointGraph, i: int, sizes: Sizes, fuses: bool) -> tuple[SizeNumber, ...]:
     if graph.roles[i] in (Role.INPUT, Role.BACKWARD_INPUT, Role.CONSTANT, Role.DEAD):
         return ()
     like = None if fuses else _in_memory_like(graph, i)
     if like is not None:
-        return (size_of(like, sizes),)
-    return tuple([size_of(leaf, sizes) for leaf in _tensors(graph.nodes[i].meta.get("val"))])
+        return (sizes.size_number(like),)
+    return tuple([sizes.size_number(leaf) for leaf in _tensors(graph.nodes[i].meta.get("val"))])
 
 
 def _in_memory_like(graph: JointGraph, i: int) -> torch.Tensor | None:
@@ -266,17 +262,10 @@ def _in_memory_like(graph: JointGraph, i: int) -> torch.Tensor | None:
     return tensor_of(graph.nodes[base_of(graph, first) if op.copies_storage else first])
 
 
-def _as_bytes(own_sizes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    values = [sizes.value_of_terms(terms) for terms in sizes.table]
-    return tuple([tuple([values[size] for size in own]) for own in own_sizes])
+def _as_bytes(own_sizes: Sequence[tuple[SizeNumber, ...]], sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+    num_bytes = sizes.table_bytes
+    return tuple([tuple([num_bytes[size] for size in own]) for own in own_sizes])
 
 
 def _tensors(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def size_of(value: Any, sizes: Sizes) -> int:
-    """Bytes of a tensor's elements, or where there are symbols the position of those in the table of sizes."""
-    if not sizes.symbols:
-        return sizes.bytes_of(value) if isinstance(value, torch.Tensor) else 0
-    return sizes.size_number(value) if isinstance(value, torch.Tensor) else 0

@@ -96,7 +96,7 @@ def _judged_at(bench: Bench, others: Sequence[Sizes]) -> Bench:
 
 def _that_count(own: Sizes, others: Sequence[Sizes]) -> tuple[Sizes, ...]:
     """Leave out sizes at which nothing takes more memory than at the first ones, and those that are there already."""
-    rows = [tuple([sizes.value_of_terms(terms) for terms in own.table]) for sizes in (own, *others)]
+    rows = [tuple(sizes.table_bytes) for sizes in (own, *others)]
     distinct = {row: sizes for row, sizes in zip(rows[1:], others, strict=True) if any(map(operator.gt, row, rows[0]))}
     return tuple(distinct.values())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NewType
 
 import torch
 import torch.fx as fx
@@ -30,6 +30,12 @@ GUESSED_SIZE = 4096
 
 Terms = tuple[tuple[Any, int], ...]
 """Monomials (sympy expressions) with their coefficients."""
+
+SizeNumber = NewType("SizeNumber", int)
+"""Which of the sizes that are met in a graph: a position in the table of their polynomials, no number of bytes. Sizes
+with the same number are equal whatever the symbols stand for; number 0 is nothing at all."""
+
+NO_SIZE = SizeNumber(0)
 
 
 class Origin(Enum):
@@ -65,10 +71,10 @@ class Forms:
         self._specs: dict[int, TensorSpec] = {}
         self._tensors: list[torch.Tensor] = []
         self._texts: dict[TensorSpec, str] = {}
-        self._number_of_spec: dict[TensorSpec, int] = {}
-        self._number_of_terms: dict[Terms, int] = {(): 0}
+        self._number_of_spec: dict[TensorSpec, SizeNumber] = {}
+        self._number_of_terms: dict[Terms, SizeNumber] = {(): NO_SIZE}
         self.table: list[Terms] = [()]
-        """Distinct sizes in bytes; a size is known by its position here. The first is nothing."""
+        """Distinct sizes in bytes, by their numbers."""
 
     def of(self, size: int | torch.SymInt) -> Any:
         """A size as it is: a number, or an expression of symbols."""
@@ -92,8 +98,8 @@ class Forms:
             text = self._texts[spec] = describe_value(value)
         return text
 
-    def size_number(self, tensor: torch.Tensor) -> int:
-        """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
+    def size_number(self, tensor: torch.Tensor) -> SizeNumber:
+        """Which size a tensor's bytes are."""
         spec = self.spec_of(tensor)
         number = self._number_of_spec.get(spec)
         if number is None:
@@ -103,11 +109,11 @@ class Forms:
             number = self._number_of_spec[spec] = self.number_of(terms_of(product))
         return number
 
-    def number_of(self, terms: Terms) -> int:
-        """The position in the table of a polynomial."""
+    def number_of(self, terms: Terms) -> SizeNumber:
+        """Which size a polynomial is."""
         number = self._number_of_terms.get(terms)
         if number is None:
-            number = self._number_of_terms[terms] = len(self.table)
+            number = self._number_of_terms[terms] = SizeNumber(len(self.table))
             self.table.append(terms)
         return number
 
@@ -195,13 +201,20 @@ class Sizes:
 
     # ---------------------------------------------------------------------------------------------- polynomials
 
-    def size_number(self, tensor: torch.Tensor) -> int:
-        """The position in the table of a tensor's bytes; equal bytes, whatever the symbols' values, have the same."""
-        return self.forms.size_number(tensor)
+    def size_number(self, value: Any) -> SizeNumber:
+        """Which size the bytes of a tensor's elements are; what is no tensor has none."""
+        if not isinstance(value, torch.Tensor):
+            return NO_SIZE
+        return self.forms.size_number(value) if self.values else self.number_of(terms_of(self.bytes_of(value)))
 
-    def number_of(self, terms: Terms) -> int:
-        """The position in the table of a polynomial."""
+    def number_of(self, terms: Terms) -> SizeNumber:
+        """Which size a polynomial is."""
         return self.forms.number_of(terms)
+
+    @property
+    def table_bytes(self) -> list[int]:
+        """The bytes of all sizes met so far, by their numbers."""
+        return [self.value_of_terms(terms) for terms in self.table]
 
     def value_of_terms(self, terms: Terms) -> int:
         """The number that a polynomial stands for."""

@@ -110,3 +110,19 @@ def test_sizes_alike_at_the_example_alone_are_not_written_over() -> None:
     storages = find_storages(graph, fuses=True)
     table = {storages.own_sizes[i] for i, own in enumerate(storages.own_bytes) if own == (4 * 8 * WIDTH,)}
     assert len(table) == 2
+
+
+@pytest.mark.parametrize("has_symbols", [False, True])
+def test_number_of_a_size_says_which_size_it_is_with_symbols_and_without(has_symbols: bool) -> None:
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        found = problem(0, symbol(env, "b", 4) if has_symbols else 4)
+    storages = find_storages(found.graph, fuses=False)
+    assert bool(storages.sizes.symbols) == has_symbols
+    simulation = Bench(found, storages).without_recompute.simulation
+    rows = zip(storages.own_bytes, storages.own_sizes, strict=True)
+    pairs = [pair for taken, numbers in rows for pair in zip(taken, numbers, strict=True)]
+    pairs += [(memory.num_bytes, memory.size) for memory in simulation.memory]
+    table_bytes = storages.sizes.table_bytes
+    assert pairs
+    assert all(table_bytes[number] == num_bytes for num_bytes, number in pairs)
