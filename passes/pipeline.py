@@ -80,7 +80,7 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
 
     Before that it is rewritten in ways that leave every bit as it is.
     """
-    if not request.fuses:
+    if not request.executor.fuses:
         take_dropout_apart(joint)
         copy_losses_out(joint)
     lay_out_gradients(joint, num_fwd_outputs)
@@ -88,9 +88,9 @@ def prepare(joint: fx.GraphModule, request: Request, *, num_fwd_outputs: int) ->
     graph = JointGraph.classify(joint, num_fwd_outputs)
     constraints = find_constraints(graph, preferences_bind=request.budget is None and not request.stored)
     sizes = Sizes.find(graph.nodes, request.unbacked_hint)
-    costs = price(graph, request.cost_model, sizes, fuses=request.fuses)
-    storages = find_storages(graph, fuses=request.fuses, overwrites=request.overwrites, sizes=sizes)
-    return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs, request.keeps_order)
+    costs = price(graph, request.cost_model, sizes, fuses=request.executor.fuses)
+    storages = find_storages(graph, request.executor, sizes)
+    return Prepared(FlowProblem.build(graph, constraints, costs), storages, num_fwd_outputs)
 
 
 def choose(prepared: Prepared, request: Request) -> Chosen:
@@ -141,4 +141,5 @@ def _rewrites_for(prepared: Prepared, *, is_told: bool) -> Iterator[Rewrite]:
 def has_order(prepared: Prepared, chosen: Chosen) -> bool:
     """Does a compiler keep to the plan's order, or is it to be told to, since a budget counts on it?"""
     is_bounded = chosen.plan.budget_bytes is not None or bool(chosen.plan.shares)
-    return any(prepared.storages.is_fused) and (prepared.keeps_order or is_bounded)
+    executor = prepared.storages.executor
+    return executor.fuses and (executor.keeps_order or is_bounded)

@@ -97,7 +97,7 @@ def least_fraction(least_bytes: int, whole_bytes: int) -> str:
 
 def least_margin(storages: Storages) -> float:
     """What is left free whatever the budget: where sizes are symbols, kernels are seen at one size only."""
-    return FUSION_MARGIN if any(storages.is_fused) and storages.sizes.symbols else 0.0
+    return FUSION_MARGIN if storages.executor.fuses and storages.sizes.symbols else 0.0
 
 
 MOST_POLICIES, MOST_NAMED = 5, 3

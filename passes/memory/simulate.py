@@ -142,7 +142,7 @@ class Simulator:
         self.graph, self.storages, self.elsewhere = graph, storages, tuple(elsewhere)
         self.bytes_elsewhere = [sizes.table_bytes for sizes in elsewhere]
         """At the other sizes, the bytes of everything by the number of its size."""
-        self.fuses = any(storages.is_fused)
+        self.fuses = storages.executor.fuses
         self.overwrites = any(storages.overwrites)
         self.is_kernel = [not storages.is_fused[i] and not storages.is_deferred[i] for i in range(len(graph.nodes))]
         """Per node: it runs by itself, between loops."""

@@ -22,6 +22,7 @@ from ..graph.layouts import is_certain, is_laid_out_by_itself
 from ..graph.overwrite import hides_sharing, overwritable
 from ..rewrites.gradients import gradients_of, is_taken_over
 from ..rewrites.losses import holds_elements
+from ..shared.executor import Executor
 from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
 from ..sizes.symbols import SizeNumber, Sizes, terms_of
 from .workspace import workspace_of
@@ -48,6 +49,7 @@ class Storages:
     """Memory that running the node allocates: the bytes of each tensor it returns, none for a view."""
     own_sizes: tuple[tuple[SizeNumber, ...], ...]
     """Which sizes these are: what is equal here is equal whatever the symbols stand for."""
+    executor: Executor
     sizes: Sizes
     base: tuple[int, ...]
     """The node whose memory a view shares; -1 for a node with memory of its own."""
@@ -78,11 +80,13 @@ class Storages:
     who watches results does not."""
 
 
-def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, sizes: Sizes | None = None) -> Storages:
-    """Find the memory of every node's result, as an executor would give it that fuses, overwrites, or does neither."""
+def find_storages(graph: JointGraph, executor: Executor, sizes: Sizes | None = None) -> Storages:
+    """Find the memory of every node's result, as what runs the graph would give it."""
+    fuses = executor.fuses
     sizes = Sizes.find(graph.nodes) if sizes is None else sizes
     shared = [_shared(graph, i) for i in range(len(graph.nodes))]
     own_sizes = tuple([() if base >= 0 else _own_sizes(graph, i, sizes, fuses) for i, (base, _) in enumerate(shared)])
+    bases = [base for base, _ in shared]
     kinds = [_kind(graph, i) if fuses else None for i in range(len(graph.nodes))]
     deferred = [_product_of_sum(node) if fuses else None for node in graph.nodes]
     groups_loops = fuses and _runs_on_cpu(graph)
@@ -90,8 +94,9 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
     return Storages(
         own_bytes=_as_bytes(own_sizes, sizes),
         own_sizes=own_sizes,
+        executor=executor,
         sizes=sizes,
-        base=tuple(base for base, _ in shared),
+        base=tuple(bases),
         part=tuple(part for _, part in shared),
         is_fused=tuple(kind in FUSED_KINDS and deferred[i] is None for i, kind in enumerate(kinds)),
         is_inlined=tuple(
@@ -103,7 +108,9 @@ def find_storages(graph: JointGraph, *, fuses: bool, overwrites: bool = False, s
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
         groups_loops=groups_loops,
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
-        overwrites=_overwrites(graph, [base for base, _ in shared]) if overwrites else ((),) * len(graph.nodes),
+        overwrites=_overwrites(graph, [base for base, _ in shared])
+        if executor.overwrites
+        else ((),) * len(graph.nodes),
         left_over=frozenset(_left_over(graph)),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )

@@ -9,6 +9,7 @@ from ..budgets.budget import Budget
 from ..memory.storage import Storages
 from ..prices.cost import CostModel
 from ..search.problem import FlowProblem
+from ..shared.executor import NODE_BY_NODE, Executor
 from .plan import Plan
 
 
@@ -18,12 +19,7 @@ class Request:
 
     cost_model: CostModel
     budget: Budget | None = None
-    fuses: bool = False
-    """What will run the graphs fuses ops."""
-    overwrites: bool = False
-    """What will run the graphs runs ops that write to an input's memory as they stand."""
-    keeps_order: bool = False
-    """What will run the graphs keeps to the plan's order also where no budget counts on it."""
+    executor: Executor = NODE_BY_NODE
     unbacked_hint: int | None = None
     """What a size stands for that only the data tells, where nothing bounds it."""
     take_minimum: bool = False
@@ -41,5 +37,3 @@ class Prepared:
     problem: FlowProblem
     storages: Storages
     num_fwd_outputs: int
-    keeps_order: bool = False
-    """As in `Request`."""

@@ -21,6 +21,7 @@ from ..memory.simulate import simulate
 from ..memory.storage import Storages, find_storages
 from ..search.problem import FlowProblem
 from ..shared.errors import PlanMismatch, VerificationError
+from ..shared.executor import Executor
 from ..sizes.expressions import evaluate, is_true, to_sympy
 from ..sizes.symbols import Sizes
 from .plan import Action, Plan
@@ -98,7 +99,7 @@ def _check_peak(plan: Plan, schedule: Schedule, graph: JointGraph, storages: Sto
     if is_fused and storages.workspace:
         return  # which depends on how many threads a machine has
     for overwrites in (False, True):
-        other = find_storages(graph, fuses=is_fused, overwrites=overwrites and not is_fused, sizes=storages.sizes)
+        other = find_storages(graph, Executor(is_fused, overwrites and not is_fused), storages.sizes)
         simulated = simulate(graph, other, schedule).peak_bytes
         if simulated == stated or (is_fused and stated / ESTIMATE <= simulated <= stated * ESTIMATE):
             return
@@ -166,7 +167,7 @@ def _counted(lines: Sequence[str]) -> str:
 def _causes(plan: Plan, graph: JointGraph, storages: Storages) -> Iterator[str]:
     """Why a plan may be for another graph although the model is the same."""
     name = _name_of(plan)
-    executor = "inductor" if any(storages.is_fused) else "node by node"
+    executor = storages.executor.name
     if plan.peak.executor != executor:
         yield (
             f"{name} was made for {EXECUTORS.get(plan.peak.executor, plan.peak.executor)}; here {EXECUTORS[executor]} "

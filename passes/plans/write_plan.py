@@ -55,7 +55,7 @@ def write_plan(
         decisions=decisions_of(problem, offer.schedule, sizes, has_budget=picked.has_budget),
         order=tuple(graph.nodes[i].name for i in offer.schedule.events),
         phases=offer.schedule.phases,
-        peak=_peak(graph, offer.simulation, sizes, peak, fuses=any(storages.is_fused)),
+        peak=_peak(graph, offer.simulation, sizes, peak, storages.executor.name),
         budget_bytes=picked.budget_bytes,
         peak_without_recompute_bytes=picked.without_recompute_bytes,
         planner=offer.planner,
@@ -71,9 +71,8 @@ def write_plan(
 
 
 def _peak(
-    graph: JointGraph, simulation: Simulation, sizes: Sizes, terms: PeakTerms | None, *, fuses: bool
+    graph: JointGraph, simulation: Simulation, sizes: Sizes, terms: PeakTerms | None, executor: str
 ) -> PredictedPeak:
-    executor = "inductor" if fuses else "node by node"
     if not simulation.order:
         return PredictedPeak(0, "", in_forward=True, source="", alive=(), executor=executor)
     moment = simulation.peak_moment

@@ -17,6 +17,7 @@ from ..passes.plans.request import Prepared, Request
 from ..passes.plans.write_plan import Chosen
 from ..passes.ranges.ranges import take_for_granted
 from ..passes.shared.errors import OptionError
+from ..passes.shared.executor import Executor
 from ..passes.torch_private import CustomPartitionerFn, without_modes
 from .kernel_check import KernelCheck
 from .options import INNERS, Options
@@ -49,15 +50,14 @@ class Partitioner(CustomPartitionerFn, Observer):
             options = replace(options, budget=replace(options.budget, margin=margin))
         self.options, self.watcher = options, watch(options)
         overwrites = options.overwrites if overwrites is None else overwrites
+        executor = Executor(options.fuses, overwrites, keeps_order)
         cost_model = cost_model_of(options, self.job)
-        self.plan_key = plan_key_of(options, cost_model, overwrites, keeps_order)
+        self.plan_key = plan_key_of(options, cost_model, executor)
         self.request = Request(
             cost_model=cost_model,
             budget=options.budget,
             take_minimum=options.take_minimum,
-            fuses=options.fuses,
-            overwrites=overwrites,
-            keeps_order=keeps_order,
+            executor=executor,
             unbacked_hint=options.unbacked_hint,
             stored=options.plans,
             key=self.plan_key,

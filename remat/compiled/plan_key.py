@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..passes.prices.cost import Callback, CostModel, Flops, Roofline
+from ..passes.shared.executor import Executor
 from ..version import __version__
 from . import calibration
 from .options import Options
@@ -36,10 +37,10 @@ def cost_model_of(options: Options, job: Job | None = None) -> CostModel:
     return models[options.cost_model](machines, options.fuses)
 
 
-def plan_key_of(options: Options, cost_model: CostModel, *runs: bool) -> str:
-    """Everything a plan depends on beside its graph; `runs` says how its graphs will be run."""
+def plan_key_of(options: Options, cost_model: CostModel, executor: Executor) -> str:
+    """Everything a plan depends on beside its graph."""
     stored = [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in options.plans]
-    asked = f"{options.budget} {options.take_minimum} {options.fuses} {runs} {options.unbacked_hint} {stored}"
+    asked = f"{options.budget} {options.take_minimum} {executor} {options.unbacked_hint} {stored}"
     text = f"remat {__version__} {source_digest()} torch {torch.__version__} {cost_model.cache_key()} {asked}"
     return f"remat-{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 

@@ -27,6 +27,7 @@ from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner, peak_stage
 from remat.passes.search.problem import FlowProblem
 from remat.passes.shared.errors import OptionError
+from remat.passes.shared.executor import Executor
 from remat.passes.shared.readable import size
 
 # --- what users may say ------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
 def _planner(function: Any, *args: torch.Tensor, fuses: bool) -> Planner:
     graph = capture(function, *args).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}, fuses=fuses), fuses=fuses)
-    storages = find_storages(graph, fuses=fuses, overwrites=not fuses)
+    storages = find_storages(graph, Executor(fuses=fuses, overwrites=not fuses))
     return Planner(Bench(FlowProblem.build(graph, find_constraints(graph), costs), storages))
 
 

@@ -30,6 +30,7 @@ from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
+from remat.passes.shared.executor import Executor
 from remat.passes.write.verify import verify_memory
 from remat.report.observed.counting import activation_peak, clear_gradients
 
@@ -254,7 +255,9 @@ def test_what_a_graph_calls_is_found_by_name_in_any_process() -> None:
 
 def split(function: Callable[..., Any], *args: Any, cost_model: Any = FREE, **kwargs: Any) -> Partitioned:
     joint = capture(function, *args, **kwargs)
-    return run(joint.module, Request(cost_model, overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
+    return run(
+        joint.module, Request(cost_model, executor=Executor(overwrites=True)), num_fwd_outputs=joint.num_fwd_outputs
+    )
 
 
 def overwriting(graph: fx.Graph) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.squeeze import Squeezer
+from remat.passes.shared.executor import Executor
 from remat.passes.torch_private import REALIZE_TAG, CompiledHalf
 from remat.report.observed.counting import activation_peak, clear_gradients
 
@@ -92,7 +93,7 @@ def predicted(function: Callable[..., Any], *args: torch.Tensor) -> Simulation:
     graph = capture(function, *args).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**36, 2.0**33)}))
     return Planner(
-        Bench(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, fuses=True))
+        Bench(FlowProblem.build(graph, find_constraints(graph), costs), find_storages(graph, Executor(fuses=True)))
     ).fastest.simulation
 
 

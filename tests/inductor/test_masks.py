@@ -15,12 +15,17 @@ from remat.passes.inductor import masks
 from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
+from remat.passes.shared.executor import Executor
 from remat.report.observed.counting import activation_peak
 
 
 def split(function: Callable[..., Any], *args: torch.Tensor, fuses: bool = True) -> Partitioned:
     joint = capture(function, *args)
-    return run(joint.module, Request(Roofline(fuses=fuses), fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
+    return run(
+        joint.module,
+        Request(Roofline(fuses=fuses), executor=Executor(fuses=fuses)),
+        num_fwd_outputs=joint.num_fwd_outputs,
+    )
 
 
 def saved_dtypes(halves: Partitioned, num_own: int = 1) -> list[torch.dtype]:

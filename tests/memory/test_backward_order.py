@@ -17,6 +17,7 @@ from remat.passes.prices.cost import Flops, price
 from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
+from remat.passes.shared.executor import Executor
 from remat.passes.sizes.symbols import Sizes
 
 ATEN = torch.ops.aten
@@ -60,7 +61,7 @@ def peak_of(graph: JointGraph, joint: Joint) -> int:
     _, constraints = joint.constraints()
     sizes = Sizes.find(graph.nodes, None)
     problem = FlowProblem.build(graph, constraints, price(graph, Flops(), sizes))
-    return Planner(Bench(problem, find_storages(graph, fuses=False, overwrites=True, sizes=sizes))).lowest.peak_bytes
+    return Planner(Bench(problem, find_storages(graph, Executor(overwrites=True), sizes=sizes))).lowest.peak_bytes
 
 
 def test_lowest_peak_holds_two_wide_values_and_not_three() -> None:

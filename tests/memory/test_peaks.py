@@ -22,6 +22,7 @@ from remat.passes.prices.cost import Roofline, price
 from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
+from remat.passes.shared.executor import Executor
 from remat.passes.sizes.expressions import evaluate
 from remat.passes.sizes.symbols import Sizes
 from remat.report.data.collecting import collected
@@ -30,7 +31,7 @@ from remat.report.observed.counting import activation_peak
 
 def schedules(found: FlowProblem, rng: random.Random) -> list[Schedule]:
     """The plain cut, and two that keep values at random."""
-    planner = Planner(Bench(found, find_storages(found.graph, fuses=False)))
+    planner = Planner(Bench(found, find_storages(found.graph, Executor())))
     legal = [i for v, i in enumerate(found.bases) if found.constraint(v).no_save is None]
     kept = [sorted(rng.sample(legal, rng.randint(0, len(legal)))) for _ in range(2)]
     at_random = [schedule_backward(found.graph, found.constraints, saved) for saved in kept]
@@ -44,7 +45,7 @@ def test_expression_is_the_peak_of_the_same_graph_with_fixed_sizes(number: int) 
     with FakeTensorMode(shape_env=env):
         batch_size, length = symbol(env, "b", 4), symbol(env, "l", 16)
         symbolic = problem(number, batch_size * length)
-    storages = find_storages(symbolic.graph, fuses=False)
+    storages = find_storages(symbolic.graph, Executor())
     names = {s.name: "b" if storages.sizes.values[s] == 4 else "l" for s in storages.sizes.symbols}
     for schedule in schedules(symbolic, rng):
         text = peak_terms(simulate(symbolic.graph, storages, schedule), storages.sizes).text()
@@ -52,7 +53,7 @@ def test_expression_is_the_peak_of_the_same_graph_with_fixed_sizes(number: int) 
             sizes = {"b": rng.randint(1, 9), "l": rng.randint(2, 300)}
             with FakeTensorMode():
                 fixed = problem(number, sizes["b"] * sizes["l"])
-            expected = simulate(fixed.graph, find_storages(fixed.graph, fuses=False), schedule).peak_bytes
+            expected = simulate(fixed.graph, find_storages(fixed.graph, Executor()), schedule).peak_bytes
             assert evaluate(text, {name: sizes[which] for name, which in names.items()}) == expected
 
 
@@ -68,12 +69,12 @@ def test_expression_is_the_simulated_peak_at_random_sizes(name: str, fuses: bool
     assert sizes.symbols
     costs = price(graph, Roofline(fuses=fuses), sizes)
     found = FlowProblem.build(graph, find_constraints(graph), costs)
-    storages = find_storages(graph, fuses=fuses, sizes=sizes)
+    storages = find_storages(graph, Executor(fuses=fuses), sizes=sizes)
     for schedule in schedules(found, rng):
         peak = peak_terms(simulate(graph, storages, schedule), sizes)
         for _ in range(4):
             other = sizes.at({s: rng.randint(3, 400) for s in sizes.backed})
-            at_other = find_storages(graph, fuses=fuses, sizes=other)
+            at_other = find_storages(graph, Executor(fuses=fuses), sizes=other)
             expected = simulate(graph, at_other, schedule).peak_bytes
             values = {s.name: n for s, n in other.values.items()}
             assert peak.at(other) == evaluate(peak.text(), values) == expected
@@ -107,7 +108,7 @@ def test_sizes_alike_at_the_example_alone_are_not_written_over() -> None:
         return (x.sin() @ fixed).cos()
 
     graph = capture(Net(body), batch(8), dynamic=True).classify()
-    storages = find_storages(graph, fuses=True)
+    storages = find_storages(graph, Executor(fuses=True))
     table = {storages.own_sizes[i] for i, own in enumerate(storages.own_bytes) if own == (4 * 8 * WIDTH,)}
     assert len(table) == 2
 
@@ -117,7 +118,7 @@ def test_number_of_a_size_says_which_size_it_is_with_symbols_and_without(has_sym
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         found = problem(0, symbol(env, "b", 4) if has_symbols else 4)
-    storages = find_storages(found.graph, fuses=False)
+    storages = find_storages(found.graph, Executor())
     assert bool(storages.sizes.symbols) == has_symbols
     simulation = Bench(found, storages).without_recompute.simulation
     rows = zip(storages.own_bytes, storages.own_sizes, strict=True)

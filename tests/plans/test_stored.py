@@ -25,6 +25,7 @@ from remat.passes.plans.plan import Action, Plan
 from remat.passes.plans.request import Prepared, Request
 from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch
+from remat.passes.shared.executor import Executor
 from remat.report.data.collecting import collected
 
 Data = dict[str, Any]
@@ -228,7 +229,7 @@ def prepared() -> tuple[Prepared, Request]:
     """The graph of the plan."""
     model = Layers()
     joint = capture(lambda x: model(x), rows())
-    request = Request(Flops(), overwrites=True, stored=(low_plan(),), key=low_plan().key)
+    request = Request(Flops(), stored=(low_plan(),), key=low_plan().key, executor=Executor(overwrites=True))
     return prepare(joint.module, request, num_fwd_outputs=joint.num_fwd_outputs), request
 
 

@@ -33,6 +33,7 @@ from remat.passes.search.chain import Chain
 from remat.passes.search.improve import Improver
 from remat.passes.search.planner import Planner
 from remat.passes.search.tuning import MIDDLE
+from remat.passes.shared.executor import Executor
 from remat.passes.shared.readable import size
 from remat.passes.sizes.expressions import is_true, rounded
 from remat.report.data.collecting import collected
@@ -285,12 +286,12 @@ def plans_over_two_sizes(num_layers: int, part: float, *, fuses: bool, num_batch
     torch._dynamo.mark_static(x, 2)
     joint = capture(Attentive(num_layers), x, dynamic=True)
     model = Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses)
-    plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
+    plain = prepare(joint.module, Request(model, executor=Executor(fuses=fuses)), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     rows, length = sorted(sizes.backed, key=lambda symbol: sizes.values[symbol])
     largest = at_sizes(plain.problem, plain.storages, model, sizes.at({rows: 64, length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(Bench(*largest)).lowest.peak_bytes), take_minimum=True)
-    request = Request(model, budget, fuses=fuses, take_minimum=True)
+    request = Request(model, budget, take_minimum=True, executor=Executor(fuses=fuses))
     rng, found = random.Random(0), []
     for number in range(num_batches):
         given = {rows: rng.randint(2, 64), length: rng.randint(16, 4096)}
@@ -315,12 +316,12 @@ def plans_over_one_size(num_layers: int, part: float, *, fuses: bool, num_length
     torch._dynamo.mark_static(x, 2)
     joint = capture(Attentive(num_layers), x, dynamic=True)
     model = Roofline({"cpu": Machine(2.0**36, 2.0**33)}, fuses)
-    plain = prepare(joint.module, Request(model, fuses=fuses), num_fwd_outputs=joint.num_fwd_outputs)
+    plain = prepare(joint.module, Request(model, executor=Executor(fuses=fuses)), num_fwd_outputs=joint.num_fwd_outputs)
     sizes = plain.storages.sizes
     (length,) = sizes.backed
     largest = at_sizes(plain.problem, plain.storages, model, sizes.at({length: 4096}))
     budget = Budget("part", num_bytes=int(part * Planner(Bench(*largest)).lowest.peak_bytes), take_minimum=True)
-    request = Request(model, budget, fuses=fuses, take_minimum=True)
+    request = Request(model, budget, take_minimum=True, executor=Executor(fuses=fuses))
     rng, found = random.Random(0), []
     todo = [int(2 ** rng.uniform(4, 12)) for _ in range(num_lengths)]
     while todo:

@@ -18,6 +18,7 @@ from remat.passes.pipeline import run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.dropout import take_dropout_apart
+from remat.passes.shared.executor import Executor
 from remat.passes.shared.mask_op import bernoulli_like_op
 from remat.report.observed.counting import activation_peak
 
@@ -118,7 +119,9 @@ def test_kernels_that_do_something_else_stay_whole() -> None:
 
 def test_compilers_that_fuse_get_it_whole() -> None:
     joint = capture(lambda x, w: torch.dropout(x @ w, 0.3, True).sin().sum(), *_matrices())
-    halves = run(joint.module, Request(Roofline(), fuses=True), num_fwd_outputs=joint.num_fwd_outputs)
+    halves = run(
+        joint.module, Request(Roofline(), executor=Executor(fuses=True)), num_fwd_outputs=joint.num_fwd_outputs
+    )
     assert aten.native_dropout.default in targets(halves.forward.graph)
 
 

@@ -15,6 +15,7 @@ from remat.passes.pipeline import prepare
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
+from remat.passes.shared.executor import Executor
 from remat.report.observed.counting import activation_peak
 
 Step = Callable[[], torch.Tensor]
@@ -139,7 +140,9 @@ def test_expanded_gradient_is_left_to_autograd_and_its_memory_counted() -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     step = lambda: weight.sum()  # noqa: E731
     joint = capture(step)
-    prepared = prepare(joint.module, Request(Roofline(), overwrites=True), num_fwd_outputs=joint.num_fwd_outputs)
+    prepared = prepare(
+        joint.module, Request(Roofline(), executor=Executor(overwrites=True)), num_fwd_outputs=joint.num_fwd_outputs
+    )
     nodes = prepared.problem.graph.nodes
     assert not any(node.target is aten.clone.default for node in nodes)
     assert [nodes[i].target for i in prepared.storages.left_over] == [aten.expand.default]

@@ -29,6 +29,7 @@ from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
 from remat.passes.search.table import NO_TIME, ChainProgramme
 from remat.passes.search.tuning import MIDDLE, Tuning
+from remat.passes.shared.executor import Executor
 
 WIDTH = 32
 
@@ -120,7 +121,7 @@ def test_no_block_ends_where_a_value_crosses_that_may_not_be_saved() -> None:
 
 def best_without_forgetting(problem: FlowProblem) -> int:
     """The lowest peak of schedules that recompute from every n-th layer and keep what they recomputed."""
-    storages = find_storages(problem.graph, fuses=False)
+    storages = find_storages(problem.graph, Executor())
     peaks = []
     for step in range(1, len(problem.bases)):
         for first in range(step):
@@ -132,7 +133,7 @@ def best_without_forgetting(problem: FlowProblem) -> int:
 
 def test_recomputing_several_times_reaches_what_no_choice_of_saved_values_does() -> None:
     problem = equal_layers(16)
-    planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False)))
+    planner = Planner(Bench(problem, find_storages(problem.graph, Executor())))
     lowest = planner.lowest
     verify_schedule(problem.graph, problem.constraints, lowest.schedule)
     assert lowest.peak_bytes < 0.75 * best_without_forgetting(problem)
@@ -143,7 +144,7 @@ def test_recomputing_several_times_reaches_what_no_choice_of_saved_values_does()
 @pytest.mark.parametrize("fraction", [0.8, 0.6, 0.4])
 def test_offers_of_the_chain_planner_are_legal_and_as_large_as_they_say(fraction: float) -> None:
     problem = residual_blocks(6)
-    storages = find_storages(problem.graph, fuses=False)
+    storages = find_storages(problem.graph, Executor())
     planner = Planner(Bench(problem, storages))
     offers = list(chain_offers(planner.bench, planner.chain, int(fraction * planner.without_recompute.peak_bytes)))
     assert offers
@@ -154,7 +155,7 @@ def test_offers_of_the_chain_planner_are_legal_and_as_large_as_they_say(fraction
 
 def test_more_memory_never_makes_a_plan_slower() -> None:
     problem = equal_layers(5)
-    planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False)))
+    planner = Planner(Bench(problem, find_storages(problem.graph, Executor())))
     low, high = planner.lowest.peak_bytes, planner.fastest.peak_bytes
     offers = [planner.within(low + k * (high - low) // 2) for k in range(3)]
     ticks = [offer.extra_ticks for offer in offers if offer is not None]
@@ -177,7 +178,7 @@ class Unshared(ChainProgramme):
 @pytest.mark.parametrize("problem", [residual_blocks(8), equal_layers(12)], ids=["residual", "layers"])
 @pytest.mark.parametrize("fraction", [0.7, 0.4, 0.2])
 def test_stretches_that_share_a_row_are_planned_as_each_would_be_alone(problem: FlowProblem, fraction: float) -> None:
-    storages = find_storages(problem.graph, fuses=False)
+    storages = find_storages(problem.graph, Executor())
     planner = Planner(Bench(problem, storages))
     chain, memory_bytes = planner.chain, int(fraction * planner.without_recompute.peak_bytes)
     shared, alone = (made(chain.links, memory_bytes, MIDDLE.grid_steps) for made in (ChainProgramme, Unshared))
@@ -194,7 +195,7 @@ def test_stretches_that_share_a_row_are_planned_as_each_would_be_alone(problem: 
 @pytest.mark.parametrize("fuses", [False, True])
 def test_one_scheduler_and_one_simulator_serve_any_number_of_schedules(fuses: bool) -> None:
     problem = residual_blocks(5)
-    storages = find_storages(problem.graph, fuses=fuses)
+    storages = find_storages(problem.graph, Executor(fuses=fuses))
     scheduler, simulator = Scheduler(problem.graph, problem.constraints), Simulator(problem.graph, storages)
     for step in (1, 2, 3, 5, 2, 1):
         saved = problem.bases[::step]
@@ -207,7 +208,7 @@ def test_one_scheduler_and_one_simulator_serve_any_number_of_schedules(fuses: bo
 @pytest.mark.parametrize("fuses", [False, True])
 def test_live_bytes_are_those_of_the_memory_that_is_listed(fuses: bool) -> None:
     problem = residual_blocks(5)
-    simulation = Planner(Bench(problem, find_storages(problem.graph, fuses=fuses))).lowest.simulation
+    simulation = Planner(Bench(problem, find_storages(problem.graph, Executor(fuses=fuses)))).lowest.simulation
     for moment, live in enumerate(simulation.live_bytes):
         assert live == sum(m.num_bytes for m in simulation.memory if m.first <= moment <= m.last)
     listed = sorted((m.first, m.last, m.num_bytes) for m in simulation.memory)
@@ -230,7 +231,7 @@ def work_done(problem: FlowProblem, tuning: Tuning, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(FlowProblem, "cut", counted_cut)
         patch.setattr(Simulator, "run", counted_run)
-        planner = Planner(Bench(problem, find_storages(problem.graph, fuses=False), tuning=tuning))
+        planner = Planner(Bench(problem, find_storages(problem.graph, Executor()), tuning=tuning))
         assert planner.within(planner.without_recompute.peak_bytes // 3) is not None
     return counts["cuts"], counts["steps"]
 
@@ -253,7 +254,7 @@ def test_no_schedule_has_a_peak_below_the_bound_that_all_have(fuses: bool) -> No
     shares = []
     for number in range(40):
         problem = instance(number).problem
-        storages = find_storages(problem.graph, fuses=fuses)
+        storages = find_storages(problem.graph, Executor(fuses=fuses))
         simulator, rng = Simulator(problem.graph, storages), random.Random(number)
         schedules = [
             schedule_backward(problem.graph, problem.constraints, [i for i in problem.bases if rng.random() < share])
@@ -267,7 +268,7 @@ def test_no_schedule_has_a_peak_below_the_bound_that_all_have(fuses: bool) -> No
 
 def test_hopeless_budget_is_given_up_at_once_and_has_the_same_lowest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = residual_blocks(5)
-    storages = find_storages(problem.graph, fuses=False)
+    storages = find_storages(problem.graph, Executor())
     thorough, quick = Planner(Bench(problem, storages)), Planner(Bench(problem, storages))
     least = quick.bench.simulator.least_bytes()
     assert thorough.within(least - 1) is None

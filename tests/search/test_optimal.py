@@ -17,6 +17,7 @@ from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.storage import find_storages
 from remat.passes.search.bench import Bench, Offer, extra_ticks
 from remat.passes.search.planner import Planner
+from remat.passes.shared.executor import Executor
 
 FRACTIONS = (0.25, 0.5, 0.75)
 """Where a budget lies between the lowest peak that any schedule has and that of the fastest one."""
@@ -56,7 +57,7 @@ class Result:
 def compare(case: Instance, fractions: Sequence[float]) -> list[Result]:
     """Plan for budgets in the range where memory is short, and solve the same problems exactly."""
     problem, graph = case.problem, case.graph
-    storages = find_storages(graph, fuses=False)
+    storages = find_storages(graph, Executor())
     planner = Planner(Bench(problem, storages))
     forward = sum(problem.costs.run_ticks[i] for i, role in enumerate(graph.roles) if role is Role.FORWARD)
     low, high = milp.lowest_peak_bytes(problem, storages), planner.fastest.peak_bytes
@@ -114,7 +115,7 @@ def test_plans_are_near_the_optimum_on_200_graphs() -> None:
 def test_lowest_plan_is_the_lowest_there_is() -> None:
     """A chain of equal layers needs several recomputations of the same value to get there."""
     case = instance(10)
-    storages = find_storages(case.graph, fuses=False)
+    storages = find_storages(case.graph, Executor())
     lowest = Planner(Bench(case.problem, storages)).lowest
     assert lowest.peak_bytes == milp.lowest_peak_bytes(case.problem, storages)
 
@@ -124,7 +125,7 @@ def test_lowest_plans_are_near_the_lowest_there_are() -> None:
     ratios = []
     for number in (3, 7, 11, 15, 19, 23):
         case = instance(number)
-        storages = find_storages(case.graph, fuses=False)
+        storages = find_storages(case.graph, Executor())
         ratios.append(
             Planner(Bench(case.problem, storages)).lowest.peak_bytes / milp.lowest_peak_bytes(case.problem, storages)
         )
@@ -138,8 +139,9 @@ from support.instances import instance
 from remat.passes.search.bench import Bench
 from remat.passes.search.planner import Planner
 from remat.passes.memory.storage import find_storages
+from remat.passes.shared.executor import Executor
 case = instance(8)
-planner = Planner(Bench(case.problem, find_storages(case.graph, fuses=False)))
+planner = Planner(Bench(case.problem, find_storages(case.graph, Executor())))
 schedule = planner.within(int(0.7 * planner.fastest.peak_bytes)).schedule
 print(schedule.received, schedule.events)
 """

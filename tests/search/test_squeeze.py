@@ -15,6 +15,7 @@ from remat.passes.prices.cost import Flops, Roofline, price
 from remat.passes.search.bench import Bench, Offer
 from remat.passes.search.planner import Planner
 from remat.passes.search.problem import FlowProblem
+from remat.passes.shared.executor import Executor
 from remat.passes.sizes.symbols import Sizes
 
 
@@ -40,7 +41,7 @@ def planner() -> Planner:
     graph, constraints = capture(model, x).constraints()
     sizes = Sizes.find(graph.nodes, None)
     problem = FlowProblem.build(graph, constraints, price(graph, Flops(), sizes))
-    return Planner(Bench(problem, find_storages(graph, fuses=False, sizes=sizes)))
+    return Planner(Bench(problem, find_storages(graph, Executor(), sizes=sizes)))
 
 
 def check(planner: Planner, offer: Offer) -> None:
@@ -109,7 +110,7 @@ def layered() -> Planner:
     graph, constraints = capture(Layers(), torch.randn(64, 16)).constraints()
     sizes = Sizes.find(graph.nodes, None)
     problem = FlowProblem.build(graph, constraints, price(graph, Roofline(fuses=False), sizes))
-    return Planner(Bench(problem, find_storages(graph, fuses=False, sizes=sizes)))
+    return Planner(Bench(problem, find_storages(graph, Executor(), sizes=sizes)))
 
 
 def test_cuts_that_hardly_exceed_a_budget_are_squeezed_into_it(layered: Planner) -> None:
@@ -136,7 +137,7 @@ def test_only_what_nearly_fits_and_is_faster_than_all_that_fits_is_squeezed(laye
 def test_value_computed_for_another_one_is_forgotten_within_the_stage_and_computed_again() -> None:
     """A chain is recomputed for its end, which backward reads first: what was passed on the way need not wait."""
     case = instance(82)
-    small = Planner(Bench(case.problem, find_storages(case.graph, fuses=False)))
+    small = Planner(Bench(case.problem, find_storages(case.graph, Executor())))
     start = min(small.dearer_cuts, key=lambda o: abs(o.peak_bytes - 5 * small.problem.num_bytes(0)))
     budget_bytes = start.peak_bytes - small.problem.num_bytes(0)
     squeezed = small.squeezer.squeeze(start, budget_bytes)

@@ -18,6 +18,7 @@ from remat.passes.memory.moments import COPY_TAG
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError
+from remat.passes.shared.executor import Executor
 from remat.passes.write.halves import Halves
 
 aten = torch.ops.aten
@@ -31,8 +32,10 @@ def tensor(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-def halves_of(joint: Joint, prices: Callback = FREE, **request: Any) -> Halves:
-    parts = pipeline.run(joint.module, Request(prices, **request), num_fwd_outputs=joint.num_fwd_outputs)
+def halves_of(joint: Joint, prices: Callback = FREE, **executor: Any) -> Halves:
+    parts = pipeline.run(
+        joint.module, Request(prices, executor=Executor(**executor)), num_fwd_outputs=joint.num_fwd_outputs
+    )
     return Halves(parts.forward, parts.backward, joint.num_fwd_outputs)
 
 
