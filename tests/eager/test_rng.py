@@ -12,7 +12,7 @@ from support.eager_testing import REGIONS, plain, selective
 from torch import nn
 
 from remat.eager import CheckpointError
-from remat.eager.state import global_generators
+from remat.eager.state.global_generators import NUMPY, PYTHON, GlobalGenerator
 from remat.regions.region import checkpoint_region
 
 every_region = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
@@ -315,83 +315,79 @@ def test_a_raising_recomputation_leaves_the_random_state_alone():
     assert state_of_all() == before
 
 
-class TestQuickReaders:
-    """The readers that look into the generators' memory agree with the public calls."""
+GLOBAL_DRAWS = {
+    "python": (PYTHON, [lambda: random.gauss(0, 1), random.random, lambda: random.getrandbits(64)]),
+    "numpy": (NUMPY, [np.random.randn, np.random.rand, lambda: np.random.randint(1 << 30)]),
+}
+each_global_generator = pytest.mark.parametrize(("generator", "draws"), GLOBAL_DRAWS.values(), ids=GLOBAL_DRAWS)
 
-    def test_they_are_in_use_on_this_interpreter(self):
-        assert isinstance(global_generators._python, global_generators._PythonByMemory)
-        assert isinstance(global_generators._numpy, global_generators._NumpyByMemory)
-        assert isinstance(global_generators._torch, global_generators._TorchByMemory)
 
-    @pytest.mark.parametrize(
-        "reader", [global_generators._TorchBySlowCalls(), global_generators._torch], ids=["slow", "quick"]
-    )
-    @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
-    @pytest.mark.parametrize("draw", [torch.rand, torch.randn, functools.partial(torch.randn, dtype=torch.double)])
-    def test_torch_state_comes_back(self, reader, num_before, draw):
-        torch.manual_seed(3)
+class TestStateOfGlobalGenerators:
+    """Python's and NumPy's generators are asked for their state only where their memory says that it is another."""
+
+    @each_global_generator
+    def test_memory_is_looked_at_on_this_interpreter(self, generator, draws):
+        assert generator._look() is not None
+        assert generator.state() is generator.state()
+
+    @each_global_generator
+    @pytest.mark.parametrize("num_before", [0, 1, 2, 623, 624, 700])
+    def test_it_changes_with_each_draw_and_comes_back(self, generator, draws, num_before):
+        seed_all(3)
         for _ in range(num_before):
-            draw(1)
-        state = reader.peek()
-        assert reader.peek()[:2] == state[:2]
-        expected = [draw(1).item(), torch.rand(1).item(), torch.randn(40).sum().item()]
-        assert reader.peek()[:2] != state[:2]
-        reader.restore(state)
-        assert [draw(1).item(), torch.rand(1).item(), torch.randn(40).sum().item()] == expected
+            draws[0]()
+        for draw in draws:
+            state = generator.state()
+            expected = draw(), draw()
+            assert generator.state() is not state
+            generator.restore(state)
+            assert (draw(), draw()) == expected
 
-    def test_a_spare_number_of_torchs_generator_is_part_of_its_state(self):
-        torch.manual_seed(3)
-        torch.randn(1, dtype=torch.double)
-        with_spare = global_generators._torch.peek()
-        position = torch.get_rng_state()[: 24 + 8 * 624]
-        torch.randn(1, dtype=torch.double)
-        assert torch.equal(torch.get_rng_state()[: 24 + 8 * 624], position), (
-            "the spare number is used up, nothing is drawn"
-        )
-        assert global_generators._torch.peek()[:2] != with_spare[:2]
+    @each_global_generator
+    def test_a_spare_normal_number_is_part_of_it(self, generator, draws):
+        seed_all(3)
+        draws[0]()
+        with_spare = generator.state()
+        expected = draws[0]()
+        assert generator.state() is not with_spare
+        generator.restore(with_spare)
+        assert draws[0]() == expected
 
-    def test_seeding_torch_is_seen(self):
-        torch.manual_seed(3)
-        before = global_generators._torch.peek()
-        torch.manual_seed(4)
-        assert global_generators._torch.peek()[:2] != before[:2]
-        torch.manual_seed(3)
-        assert torch.equal(global_generators._torch.peek()[2], before[2])
+    def test_seeding_is_seen(self):
+        for generator in (PYTHON, NUMPY):
+            seed_all(3)
+            before = generator.state()
+            seed_all(4)
+            assert generator.state() is not before
 
-    @pytest.mark.parametrize(
-        "reader", [global_generators._PythonBySlowCalls(), global_generators._python], ids=["slow", "quick"]
-    )
-    def test_python_state_comes_back(self, reader):
-        random.seed(3)
-        random.gauss(0, 1)
-        state = reader.peek()
-        expected = [random.gauss(0, 1), random.random(), random.getrandbits(64)]
-        assert reader.peek() != state
-        reader.restore(state)
-        assert [random.gauss(0, 1), random.random(), random.getrandbits(64)] == expected
-
-    @pytest.mark.parametrize(
-        "reader", [global_generators._NumpyBySlowCalls(), global_generators._numpy], ids=["slow", "quick"]
-    )
-    @pytest.mark.parametrize("num_before", [0, 1, 2, 700])
-    def test_numpy_state_comes_back(self, reader, num_before):
-        np.random.seed(3)
-        for _ in range(num_before):
-            np.random.randn()
-        state = reader.peek()
-        expected = [np.random.randn(), np.random.rand(), np.random.randn()]
-        assert reader.peek()[0] != state[0]
-        reader.restore(state)
-        assert [np.random.randn(), np.random.rand(), np.random.randn()] == expected
-
-    def test_a_swapped_numpy_bit_generator_is_read_by_public_calls(self):
+    @pytest.mark.parametrize("make", [np.random.PCG64, np.random.MT19937])
+    def test_another_bit_generator_of_numpys_is_asked_each_time(self, make):
         old = np.random.get_bit_generator()
-        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.set_bit_generator(make(3))
         try:
-            state = global_generators._numpy.peek()
+            state = NUMPY.state()
             expected = np.random.rand()
-            assert global_generators._numpy.peek()[0] != state[0]
-            global_generators._numpy.restore(state)
+            assert NUMPY.state() is not state
+            NUMPY.restore(state)
             assert np.random.rand() == expected
         finally:
             np.random.set_bit_generator(old)
+
+    def test_a_generator_that_shows_nothing_is_asked_each_time(self):
+        blind = GlobalGenerator(lambda: None, random.getstate, random.setstate)
+        state = blind.state()
+        expected = random.random()
+        blind.restore(state)
+        assert random.random() == expected
+        assert blind.state() is not blind.state()
+
+    def test_a_draw_of_another_thread_while_it_is_read_is_seen(self):
+        draws = iter([random.random, lambda: None])
+
+        def read():
+            state = random.getstate()
+            next(draws)()
+            return state
+
+        generator = GlobalGenerator(PYTHON._look, read, random.setstate)
+        assert generator.state() == random.getstate()

@@ -1,6 +1,6 @@
 """Random state: what a region's forward could draw from, kept cheaply and put back for its recomputation.
 
-The global generators on the CPU are read by `global_generators`, those of accelerators as torch reads them.
+Torch's generators are read in every region, Python's and NumPy's by `global_generators`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from remat.eager.state.generators import restore_state, state_of
-from remat.eager.state.global_generators import GlobalState, global_state, is_drawn_from, put_back_globals
+from remat.eager.state.global_generators import NUMPY, PYTHON
 from remat.passes.torch_private import Generator, tree_leaves
 
 _cpu_generator = torch.default_generator
@@ -22,22 +22,20 @@ _cpu_generator = torch.default_generator
 class RngSnapshot:
     """The random state at a region's entry; what the forward did not touch is dropped at its end."""
 
-    __slots__ = ("devices", "generators", "globals")
+    __slots__ = ("cpu", "devices", "generators", "numpy", "python")
 
     def __init__(self, devices: Iterable[torch.device], generators: Sequence[Any]) -> None:
-        self.globals = global_state()
+        self.cpu = _cpu_generator.get_state()
+        self.python, self.numpy = PYTHON.state(), NUMPY.state()
         self.devices = [(d, device_module(d.type).get_rng_state(d)) for d in devices] if devices else []
         self.generators = [(g, state_of(g)) for g in generators] if generators else []
 
     def seal(self) -> None:
         """Forget Python's and NumPy's state if the forward left them alone."""
-        before, after = self.globals, global_state()
-        if after is before:
-            self.globals = before.of_torch
-            return
-        self.globals = before.limited(
-            python=is_drawn_from(before.python, after.python), numpy=is_drawn_from(before.numpy, after.numpy)
-        )
+        if self.python is PYTHON.state():
+            self.python = None
+        if self.numpy is NUMPY.state():
+            self.numpy = None
 
     def add_generator(self, generator: Generator) -> None:
         """Remember an explicit generator that is about to be drawn from, unless it is known already."""
@@ -62,26 +60,22 @@ def _are_same(left: Any, right: Any) -> bool:
 def swap_in(snapshot: RngSnapshot) -> RngSnapshot:
     """Put a snapshot's state in force and return what was there, to be handed to `put_back`."""
     current = RngSnapshot.__new__(RngSnapshot)
-    devices, generators, wanted, now = snapshot.devices, snapshot.generators, snapshot.globals, global_state()
-    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in devices] if devices else devices
-    current.generators = [(g, state_of(g)) for g, _ in generators] if generators else generators
-    is_of_torch = wanted.python is wanted.numpy is None
-    current.globals = now.of_torch if is_of_torch else _limited_like(now, wanted)
-    _put_back(snapshot, now)
+    current.cpu = _cpu_generator.get_state()
+    current.python = None if snapshot.python is None else PYTHON.state()
+    current.numpy = None if snapshot.numpy is None else NUMPY.state()
+    current.devices = [(d, device_module(d.type).get_rng_state(d)) for d, _ in snapshot.devices]
+    current.generators = [(g, state_of(g)) for g, _ in snapshot.generators]
+    put_back(snapshot)
     return current
-
-
-def _limited_like(state: GlobalState, other: GlobalState) -> GlobalState:
-    return state.limited(python=other.python is not None, numpy=other.numpy is not None)
 
 
 def put_back(snapshot: RngSnapshot) -> None:
     """Put a snapshot's state in force."""
-    _put_back(snapshot, global_state())
-
-
-def _put_back(snapshot: RngSnapshot, now: GlobalState) -> None:
-    put_back_globals(snapshot.globals, now)
+    _cpu_generator.set_state(snapshot.cpu)
+    if snapshot.python is not None:
+        PYTHON.restore(snapshot.python)
+    if snapshot.numpy is not None:
+        NUMPY.restore(snapshot.numpy)
     for device, state in snapshot.devices:
         device_module(device.type).set_rng_state(state, device)
     for generator, state in snapshot.generators:
