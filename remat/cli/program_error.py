@@ -7,12 +7,10 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import torch
 
 from ..passes.shared.errors import RematError, causes_of
 from ..passes.shared.source import source_line
+from ..passes.shared.whose import Whose, is_users, whose
 
 DEBUG = "REMAT_DEBUG"
 """An environment variable: with it, errors come with their traceback."""
@@ -72,14 +70,8 @@ def _source(error: Exception) -> str:
     if found:
         return source_line(where)
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f'File "{frame.filename}", line {frame.lineno}' for frame in frames]
     # Remat's own lines lead to the program; what called remat is no part of it.
-    own = [number for number, line in enumerate(lines) if not source_line(line)]
-    below = lines[own[-1] + 1 :] if own else lines
-    return source_line("\n".join(line for line in below if _is_users(line)))
-
-
-def _is_users(line: str) -> bool:
-    """True for a line that is neither torch's nor of generated code."""
-    file = Path(line.split('"')[1])
-    return file.is_file() and not file.is_relative_to(Path(torch.__file__).parent)
+    own = [number for number, frame in enumerate(frames) if whose(frame.filename) is Whose.REMATS]
+    below = frames[own[-1] + 1 :] if own else frames
+    users = [frame for frame in below if is_users(frame.filename)]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from remat.eager.types.errors import CheckpointError
+from remat.passes.shared.whose import is_users
 from remat.passes.torch_private import TorchDispatchMode, tree_map
 
 _MAX_STACK = 12  # lines of user code that are printed per op
@@ -69,7 +70,7 @@ class _Text(str):
 
 
 def _user_stack() -> list[str]:
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and "/remat/" not in f.filename]
+    frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
     return [f"{f.filename}:{f.lineno}:{f.name}" for f in frames[-_MAX_STACK:]]
 
 

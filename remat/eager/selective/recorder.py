@@ -25,7 +25,6 @@ from remat.eager.recompute.saved import (
 from remat.eager.selective.makers import Made, Makers
 from remat.eager.selective.mode import SelectiveMode, support_compiled_code
 from remat.eager.selective.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
-from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.state.rng import OpRngState
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.types.memory import storage_id
@@ -41,6 +40,7 @@ from remat.passes.shared.policy import (
     checked_answer,
     policy_name,
 )
+from remat.passes.shared.source import running_line
 from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
@@ -219,7 +219,7 @@ class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
         """Say for a message which region this is, which module of it is running, and on which line."""
         region = f"in {self.sink.label}, " if isinstance(self.sink, Frame) else ""
         path = current_module_path()
-        return f" ({region}{f'module {path}, ' if path else ''}{nearest_user_line()})"
+        return f" ({region}{f'module {path}, ' if path else ''}{running_line()})"
 
     def _keep(self, key: OpKey, facts: OpFacts, answer: CheckpointPolicy, out: Any, args: Any) -> None:
         if facts.mutates and not facts.updates_in_place:

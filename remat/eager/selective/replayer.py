@@ -9,11 +9,11 @@ from remat.eager.recompute.saved import OffloadedEntry, Store, answer
 from remat.eager.selective.mode import SelectiveMode
 from remat.eager.selective.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.selective.recorder import Recorder
-from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import local
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.passes.shared.module_path import current_module_path
+from remat.passes.shared.source import running_line
 
 _CAST = id(CAST)
 
@@ -96,7 +96,7 @@ class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
         what = f"{func} invocation index {count}" if count else f"{func}"
         raise CheckpointError(
             f"{what} encountered during backward but not found in storage: the forward of {region} ran it "
-            f"{count} time(s), and the recomputation runs it once more, {nearest_user_line()}"
+            f"{count} time(s), and the recomputation runs it once more, {running_line()}"
             f"{f' in module {path}' if path else ''}. Likely cause: a cache that grew, control flow on data, "
             "train and eval mode, or other state that changed in between."
         )

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Packages whose objects, classes and functions hold no state of the user's.
-WITHOUT_STATE = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names})
+from remat.passes.shared.whose import is_users_module
+
+
+@functools.lru_cache(maxsize=4096)  # asked for each function of each call
+def _holds_state(module: str | None) -> bool:
+    """True unless it is a library's whose objects, classes and functions hold no state of the user's."""
+    return module is None or (is_users_module(module) and module.partition(".")[0] != "numpy")
 
 
 def is_users_class(cls: type) -> bool:
     """True for a class that is not one of the libraries' without state."""
-    return cls.__module__.partition(".")[0] not in WITHOUT_STATE
-
-
-_users_packages: dict[str | None, bool] = {None: True}
+    return _holds_state(cls.__module__)
 
 
 def is_users(function: Any) -> bool:
     """True for a function that is not one of the libraries' without state."""
-    module = getattr(function, "__module__", None)
-    known = _users_packages.get(module)  # asked for each function of each call
-    if known is None:
-        assert module is not None, "known from the start"
-        known = _users_packages[module] = module.partition(".")[0] not in WITHOUT_STATE
-    return known
+    return _holds_state(getattr(function, "__module__", None))
 
 
 class InertGlobals(NamedTuple):

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from remat.eager.state.code_facts import (
-    WITHOUT_STATE,
     facts_of_codes,
     find_inert,
     global_names,
@@ -90,8 +89,7 @@ def _kind_of(cls: type) -> int:
         return CALLABLE
     if issubclass(cls, (list, tuple, dict, set, collections.deque)):
         return CONTAINER
-    is_users = issubclass(cls, (type, types.SimpleNamespace)) or cls.__module__.partition(".")[0] not in WITHOUT_STATE
-    return OBJECT if is_users else NOTHING
+    return OBJECT if issubclass(cls, (type, types.SimpleNamespace)) or is_users_class(cls) else NOTHING
 
 
 def kind_of(value: Any) -> int:

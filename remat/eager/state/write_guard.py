@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from remat.eager.selective.mode import SelectiveMode, support_compiled_code
-from remat.eager.selective.user_code import nearest_user_line
 from remat.eager.state.reach import Reached
 from remat.eager.state.rng import RngSnapshot
 from remat.eager.types.errors import CheckpointError
+from remat.passes.shared.source import running_line
 from remat.passes.torch_private import tree_leaves
 
 # In-place ops whose result does not depend on what they overwrite.
@@ -132,11 +132,11 @@ class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
             if func._opname in _RENEWING and tensor.nbytes == tensor.untyped_storage().nbytes():
                 self._note(tensor)  # from here on it is as in forward
         elif tensor._version != 0 or func._opname not in _REPEATABLE:
-            raise CheckpointError(self._describe(f"{func} {nearest_user_line()}"))
+            raise CheckpointError(self._describe(f"{func} {running_line()}"))
 
     def _check_generator(self, func: Any, generator: Any, random_state: RngSnapshot) -> None:
         if not random_state.covers(generator):
-            raise CheckpointError(drawn_anew(self._label, f"{func} {nearest_user_line()}"))
+            raise CheckpointError(drawn_anew(self._label, f"{func} {running_line()}"))
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()

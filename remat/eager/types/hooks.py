@@ -7,17 +7,19 @@ part of what forward and recomputation must have in common: policies do not see 
 
 from __future__ import annotations
 
+import os
 import sys
 from types import CodeType
 from typing import Any
 
 import torch.distributed
 
+from remat.passes.shared.whose import folders_of
 from remat.passes.torch_private import MODULE_CALL_CODES
 
 # By identity: the hash of a code object is computed from all of it.
 _MODULE_CALLS = {id(code) for code in MODULE_CALL_CODES}
-_FSDP_FOLDER = "/torch/distributed/fsdp/"
+_FSDP_FOLDERS = tuple(os.path.join(folder, "distributed", "fsdp", "") for folder in folders_of(torch))
 _ends = set(_MODULE_CALLS)
 
 
@@ -40,7 +42,7 @@ def is_called_by_fsdp() -> bool:
     """True if the op that is running was called by a hook of FSDP's, and not by the forward of a module."""
     frame: Any = sys._getframe(1)
     while frame is not None and id(frame.f_code) not in _ends:
-        if _FSDP_FOLDER in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(_FSDP_FOLDERS):
             return True
         frame = frame.f_back
     return False

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ...eager.selective.naming import watched_names
-from ...eager.selective.user_code import is_user_code
 from ...eager.types.execution import is_recomputing, local
 from ...passes.plans.plan import Plan
 from ...passes.shared.errors import OptionError
+from ...passes.shared.whose import is_users
 from ..data.collecting import collected
 from ..data.model import GraphReport, NodeRow, printable, short_source, size
 from ..report import Report
@@ -289,7 +289,7 @@ def _running() -> tuple[str, str]:
         if file.startswith(_GENERATED):
             match = _ASSIGNMENT.match(linecache.getline(file, frame.f_lineno))
             return ("" if match is None else match["name"]), ""
-        if is_user_code(frame.f_code) and not file.startswith("<"):
+        if is_users(file):
             return "", f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "", ""
