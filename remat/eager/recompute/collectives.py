@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from remat.eager.recompute.saved import Entry, OnMutation, answer, open_segment, tensors_of, without_handles
-from remat.eager.selective.ops import OpFacts, op_facts
+from remat.eager.selective.saved import Entry, OnMutation, answer, open_segment, tensors_of, without_handles
 from remat.eager.types.execution import Execution, local
 from remat.eager.types.hooks import calling_module, is_called_by_fsdp
+from remat.eager.types.ops import OpFacts, op_facts
 from remat.passes.shared.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,

@@ -16,9 +16,9 @@ from remat.eager.recompute.debug import DebugLogs
 from remat.eager.recompute.determinism import MetadataFunction, find_determinism_check
 from remat.eager.recompute.frames import Frame
 from remat.eager.recompute.out_of_memory import advise
-from remat.eager.recompute.saved import adopt_child
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.replayer import Replayer
+from remat.eager.selective.saved import adopt_child
 from remat.eager.selective.selective import Selective
 from remat.eager.state import rng
 from remat.eager.state.ambient import Ambient

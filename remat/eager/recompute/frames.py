@@ -48,8 +48,8 @@ from remat.passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from remat.eager.recompute.saved import Segment, Store
     from remat.eager.selective.replayer import Replayer
+    from remat.eager.selective.saved import Segment, Store
 
 _MAX_TASKS = 15  # backward passes that are remembered besides the newest
 _UNPACKED_TWICE = "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.eager.recompute.saved import Entry, tensors_of
+from remat.eager.selective.saved import Entry, tensors_of
 from remat.passes.shared.out_of_memory import add_advice, is_out_of_memory
 from remat.passes.shared.policy import policy_name
 from remat.passes.shared.readable import size

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from remat.eager.recompute.frames import Frame
-from remat.eager.recompute.saved import (
+from remat.eager.selective.makers import Made, Makers
+from remat.eager.selective.saved import (
     AnyEntry,
     Entry,
     LooseSink,
@@ -22,12 +23,11 @@ from remat.eager.recompute.saved import (
     tensors_of,
     without_handles,
 )
-from remat.eager.selective.makers import Made, Makers
-from remat.eager.selective.mode import SelectiveMode, support_compiled_code
-from remat.eager.selective.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.eager.state.rng import OpRngState
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.types.memory import storage_id
+from remat.eager.types.mode import EngineMode, support_compiled_code
+from remat.eager.types.ops import SAC_IGNORED_OPS, OpFacts, is_cached_cast, known_facts, op_facts, op_key
 from remat.passes.shared.module_path import current_module_path
 from remat.passes.shared.name_op import name_op
 from remat.passes.shared.policy import (
@@ -59,7 +59,7 @@ _UNBOUND = LooseSink()  # nothing is kept there
 _TAGS = ("ac_graph_id", "recompute")  # what the nodes of a trace are given
 
 
-class Recorder(SelectiveMode):  # type: ignore[no-untyped-call]
+class Recorder(EngineMode):  # type: ignore[no-untyped-call]
     """Ask the policy about every op of a forward, and keep what it wants saved."""
 
     # What most forwards have nothing of is said once, for the class: setting it up for each takes time.

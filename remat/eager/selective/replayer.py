@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from remat.eager.recompute.saved import OffloadedEntry, Store, answer
-from remat.eager.selective.mode import SelectiveMode
-from remat.eager.selective.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.eager.selective.recorder import Recorder
+from remat.eager.selective.saved import OffloadedEntry, Store, answer
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import local
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
+from remat.eager.types.mode import EngineMode
+from remat.eager.types.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
 from remat.passes.shared.module_path import current_module_path
 from remat.passes.shared.source import running_line
 
 _CAST = id(CAST)
 
 
-class Replayer(SelectiveMode):  # type: ignore[no-untyped-call]
+class Replayer(EngineMode):  # type: ignore[no-untyped-call]
     """Answer the ops of a recomputation from what their forward kept, and run the others."""
 
     def __init__(self, store: Store | None, owner: Recorder | None = None) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.eager.recompute.frames import Frame
-from remat.eager.recompute.saved import OnMutation
 from remat.eager.selective.recorder import Recorder
+from remat.eager.selective.saved import OnMutation
 from remat.passes.shared.policy import PolicyFunction
 
 

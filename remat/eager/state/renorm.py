@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from remat.eager.selective.mode import SelectiveMode, support_compiled_code
-from remat.eager.selective.ops import RENORM, SAC_IGNORED_OPS, op_facts
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.memory import storage_id
+from remat.eager.types.mode import EngineMode, support_compiled_code
+from remat.eager.types.ops import RENORM, SAC_IGNORED_OPS, op_facts
 from remat.passes.torch_private import set_versions, tree_leaves
 
 
-class RenormReplay(SelectiveMode):  # type: ignore[no-untyped-call]
+class RenormReplay(EngineMode):  # type: ignore[no-untyped-call]
     """Leave weights alone that the forward has shortened, and raise if an op reads one that it would have shortened.
 
     What an op reads is right only after as many calls as there were in the whole forward: each may change rows.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.selective.mode import SelectiveMode, support_compiled_code
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.memory import storage_id
+from remat.eager.types.mode import EngineMode, support_compiled_code
 from remat.passes.torch_private import tree_map
 
 MAX_WAIT_SECONDS = 600.0
@@ -101,7 +101,7 @@ def _redirected(copies: Copies) -> Iterator[None]:
             )
 
 
-class _Redirect(SelectiveMode):  # type: ignore[no-untyped-call]
+class _Redirect(EngineMode):  # type: ignore[no-untyped-call]
     """Hand copies to the ops of this thread that ask for some buffers."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

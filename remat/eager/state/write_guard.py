@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.selective.mode import SelectiveMode, support_compiled_code
 from remat.eager.state.reach import Reached
 from remat.eager.state.rng import RngSnapshot
 from remat.eager.types.errors import CheckpointError
+from remat.eager.types.mode import EngineMode, support_compiled_code
 from remat.passes.shared.source import running_line
 from remat.passes.torch_private import tree_leaves
 
@@ -82,7 +82,7 @@ class Clearance:
             _kept_codes[id(code)] = code
 
 
-class WriteGuard(SelectiveMode):  # type: ignore[no-untyped-call]
+class WriteGuard(EngineMode):  # type: ignore[no-untyped-call]
     """Raise before an op updates, in place, a tensor from before the recomputation."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from remat.eager.recompute.frames import Frame
-    from remat.eager.recompute.saved import Store
+    from remat.eager.selective.saved import Store
 
 
 class Execution:

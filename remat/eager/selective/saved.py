@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from remat.eager.offload.copies import Away, offload
-from remat.eager.selective.ops import OpFacts
 from remat.eager.state.rng import OpRngState
 from remat.eager.state.state import version_of
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.memory import storage_id
+from remat.eager.types.ops import OpFacts
 from remat.passes.torch_private import alias_of, completed_work, tree_leaves, tree_map
 
 

@@ -1,4 +1,4 @@
-"""The dispatch mode that the two halves of a selective region are made from."""
+"""What the dispatch modes of the engine have in common, the two halves of a selective region and the guards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class SelectiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What recorder and replayer share: they step aside inside inner regions, which have their own policy."""
+class EngineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that lets compilers be; those of policies step aside in inner regions, which have their own."""
 
     supports_higher_order_operators = True  # each is one op
     num_suspensions = 0
@@ -48,6 +48,6 @@ def support_compiled_code() -> None:
     if not _supports_compiled_code and "torch._higher_order_ops.wrap" in sys.modules:
         from remat.passes.torch_private import redirect_compiled_code_to
 
-        for mode in SelectiveMode.__subclasses__():
+        for mode in EngineMode.__subclasses__():
             redirect_compiled_code_to(mode)
         _supports_compiled_code = True
