@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.eager_testing import REGIONS, OpCounter, plain
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 
 from remat.passes.torch_private import peek_functorch_stack, top_saved_tensors_hooks
@@ -102,6 +103,37 @@ def normalised(x):
 
 def nested(x):
     return plain(lambda x: chain(x) * x, x.exp()).sin()
+
+
+class TestCompiledAutograd:
+    """Backward as a graph of its own, which calls the hooks that recompute."""
+
+    @some_regions
+    def test_gradients(self, region, x):
+        seen = []
+
+        def function(x):
+            seen.append(torch._dynamo.is_compiling())
+            return chain(x)
+
+        expected = torch.autograd.grad(chain(x.exp()).sum(), x)[0]
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            region(function, x.exp()).sum().backward()
+        assert torch.equal(x.grad, expected)
+        assert seen == [False] * len(seen)
+
+    def test_nested_regions_are_recomputed_once(self, x):
+        calls = [0]
+
+        def inner(x):
+            calls[0] += 1
+            return chain(x)
+
+        region = checkpoint_region(lambda x: checkpoint_region(inner)(x.exp()).tanh())
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            region(x).sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad(chain(x.exp()).tanh().sum(), x)[0])
+        assert calls == [2]
 
 
 def budgeted(function, *args):

@@ -38,11 +38,13 @@ from remat.eager.types.execution import Execution, all_of, local
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
+    get_eval_frame_callback,
     get_graph_exec_group,
     is_full_backward,
     is_in_forward_ad,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    run_uncompiled,
     set_grad_enabled,
     skip_code,
 )
@@ -171,6 +173,8 @@ class Frame:
             if type(value) is Overwritten:
                 raise value.refuse()
             return value  # type: ignore[return-value]
+        if get_eval_frame_callback() is not None:  # compiled autograd: what ran in forward must run alike, uncompiled
+            return run_uncompiled(self._unpack, holder)  # type: ignore[no-any-return]
         group = get_graph_exec_group()
         task = task if group is None else group
         try:
