@@ -20,7 +20,7 @@ from ..graph.constraints import base_is_viewed, base_of
 from ..graph.joint_graph import JointGraph, Role, tensor_of
 from ..graph.layouts import is_certain, is_laid_out_by_itself
 from ..graph.overwrite import hides_sharing, overwritable
-from ..rewrites.gradients import gradients_of, is_taken_over
+from ..rewrites.gradients import left_over
 from ..rewrites.losses import holds_elements
 from ..shared.executor import Executor
 from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
@@ -74,7 +74,7 @@ class Storages:
     """The inputs to whose memory the node may write its result if nobody reads them later; none unless what runs the
     graph can be told so."""
     left_over: frozenset[int]
-    """Gradients that autograd copies at the end of backward: they stay in memory until then."""
+    """Gradients that stay in memory to the end of backward, with more than the step's result: see `gradients`."""
     workspace: Mapping[int, tuple[int, SizeNumber]]
     """Memory that nodes take only while they run, in bytes, and which size that is: what an allocator sees, and one
     who watches results does not."""
@@ -108,10 +108,8 @@ def find_storages(graph: JointGraph, executor: Executor, sizes: Sizes | None = N
         is_deferred=tuple(i in products for i in range(len(graph.nodes))),
         groups_loops=groups_loops,
         relaid=frozenset(_relaid(graph)) if fuses else frozenset(),
-        overwrites=_overwrites(graph, [base for base, _ in shared])
-        if executor.overwrites
-        else ((),) * len(graph.nodes),
-        left_over=frozenset(_left_over(graph)),
+        overwrites=_overwrites(graph, bases) if executor.overwrites else ((),) * len(graph.nodes),
+        left_over=frozenset(map(graph.resolve, left_over(graph.module, len(graph.forward_outputs)))),
         workspace=dict(_workspace(graph, sizes)) if fuses else {},
     )
 
@@ -154,12 +152,6 @@ def storages_at(storages: Storages, sizes: Sizes) -> Storages:
     num_bytes = sizes.table_bytes
     workspace = {i: (num_bytes[size], size) for i, (_, size) in storages.workspace.items()}
     return replace(storages, sizes=sizes, own_bytes=_as_bytes(storages.own_sizes, sizes), workspace=workspace)
-
-
-def _left_over(graph: JointGraph) -> Iterator[int]:
-    for gradient, value in gradients_of(graph.module, len(graph.forward_outputs)):
-        if not is_taken_over(gradient, value):
-            yield graph.resolve(gradient)
 
 
 def _workspace(graph: JointGraph, sizes: Sizes) -> Iterator[tuple[int, tuple[int, SizeNumber]]]:

@@ -5,11 +5,15 @@ tensor or a transposed one, it makes a copy. Eager does so as soon as the gradie
 over all of them at its end, and until then what they are parts of stays in memory. So the copy is made where the
 gradient is: the same bits, at the same cost, and the memory is free again. The same goes for a slice that autograd
 would take over and keep the whole for, unless the rest of it are gradients, too.
+
+The gradient of an intermediate result, which code outside of the graph has computed, autograd hands on as it is to the
+formula of the op that computed it, and a sum over it is rounded in the order in which it lies in memory. It is left as
+it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +24,32 @@ from ..graph.joint_graph import PARTITIONER_TAG, leaves, output_descriptors, ten
 from ..graph.region_tag import views
 from ..shared.op_facts import facts_of
 from ..sizes.tensor_specs import hint_of
-from ..torch_private import GradAOTOutput, statically_at_least, statically_equal
+from ..torch_private import GradAOTOutput, PlainAOTInput, statically_at_least, statically_equal
 
 _aten = torch.ops.aten
+
+
+INTERMEDIATE_TAG = "remat_intermediate"
+"""`node.meta` key of an input that is no leaf: ops outside of the graph have computed it, and want its gradient."""
+
+Split = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def telling_intermediates(split: Split, example_inputs: Sequence[Any]) -> Split:
+    """The same partition function, given joint graphs on which it is written which inputs are no leaves."""
+    intermediates = {PlainAOTInput(k) for k, x in enumerate(example_inputs) if _has_history(x)}
+
+    def tell_and_split(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for node in joint.graph.find_nodes(op="placeholder"):
+            if node.meta.get("desc") in intermediates:
+                node.meta[INTERMEDIATE_TAG] = True
+        return split(joint, *args, **kwargs)
+
+    return tell_and_split
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_leaf
 
 
 def lay_out_gradients(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -58,16 +85,32 @@ def _is_no_larger(node: fx.Node, num_elements: Any) -> bool:
 
 
 def gradients_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """The gradients that a joint graph computes, each with what it is the gradient of."""
+    """The gradients that a joint graph computes for leaves, each with what it is the gradient of."""
+    for gradient, source, value in _gradients(joint, num_fwd_outputs):
+        if INTERMEDIATE_TAG not in source.meta:
+            yield gradient, value
+
+
+def left_over(joint: fx.GraphModule, num_fwd_outputs: int) -> Iterator[fx.Node]:
+    """Gradients in whose memory something waits for the end of backward that is not the step's result."""
+    for gradient, source, value in _gradients(joint, num_fwd_outputs):
+        is_intermediate = INTERMEDIATE_TAG in source.meta
+        if is_intermediate and not _is_no_larger(_base(gradient), value.numel()):
+            yield gradient  # and all that it is a part of
+        if not is_intermediate and not is_taken_over(gradient, value):
+            yield gradient  # of which autograd makes a copy
+
+
+def _gradients(joint: fx.GraphModule, num_fwd_outputs: int) -> Iterator[tuple[fx.Node, fx.Node, torch.Tensor]]:
+    """The gradients that a joint graph computes, each with the input that it is the gradient of."""
     inputs = {node.meta["desc"]: node for node in joint.graph.find_nodes(op="placeholder") if "desc" in node.meta}
     outputs = leaves(joint.graph.output_node().args[0])
     rows = list(zip(outputs, output_descriptors(joint), strict=True))
     for output, descriptor in rows[num_fwd_outputs:]:
-        if isinstance(output, fx.Node) and isinstance(descriptor, GradAOTOutput):
-            source = inputs.get(descriptor.grad_of)
-            value = None if source is None else tensor_of(source)
-            if value is not None and tensor_of(output) is not None:
-                yield output, value
+        source = inputs.get(descriptor.grad_of) if isinstance(descriptor, GradAOTOutput) else None
+        value = None if source is None else tensor_of(source)
+        if isinstance(output, fx.Node) and tensor_of(output) is not None and source is not None and value is not None:
+            yield output, source, value
 
 
 def is_taken_over(gradient: fx.Node, value: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch.fx as fx
 from ..passes.budgets.budget import LOWEST_PLAN_OPTION
 from ..passes.inductor.kernels import Excess, PeakExceeded
 from ..passes.inductor.order import may_fuse, planned_order
+from ..passes.rewrites.gradients import telling_intermediates
 from ..passes.shared.errors import InfeasibleBudget, causes_of
 from ..passes.shared.out_of_memory import advising
 from ..passes.shared.readable import exact_size
@@ -77,7 +78,9 @@ def op_by_op(
 
 def _split_only(gm: fx.GraphModule, example_inputs: list[Any], partitioner: Partitioner) -> Callable[..., Any]:
     compiler = _graph_compiler(partitioner.options.inner, partitioner)
-    return aot_compile(gm, example_inputs, compiler=compiler, partition_fn=partitioner)
+    return aot_compile(
+        gm, example_inputs, compiler=compiler, partition_fn=telling_intermediates(partitioner, example_inputs)
+    )
 
 
 def _with_inductor(

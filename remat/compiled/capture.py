@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..passes.rewrites.gradients import telling_intermediates
 from ..passes.shared.errors import RematError, causes_of
 from ..passes.torch_private import CustomPartitionerFn, aot_compile, break_after, graph_break_of, inductor_compile
 
@@ -123,7 +124,8 @@ class _Backend:
                 settings["joint_graph_constant_folding"] = False
             inductor_compile(gm, example_inputs, settings, inner_compile=_stop)
         else:
-            aot_compile(gm, example_inputs, compiler=_stop, partition_fn=splitter)
+            told = telling_intermediates(splitter, example_inputs)
+            aot_compile(gm, example_inputs, compiler=_stop, partition_fn=told)
 
     def captured(self, reason: str) -> Captured:
         """Say what was met."""

@@ -14,7 +14,7 @@ import remat
 from remat.passes.pipeline import prepare
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
-from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients
+from remat.passes.rewrites.gradients import gradients_of, is_taken_over, lay_out_gradients, telling_intermediates
 from remat.passes.shared.executor import Executor
 from remat.report.observed.counting import activation_peak
 
@@ -162,3 +162,55 @@ def test_gradients_of_sizes_that_change_are_laid_out_too() -> None:
         expected = torch.autograd.grad(loss(x), [x, *weights])
         assert all(map(torch.equal, found, expected))
         assert [g.stride() for g in found] == [(16, 1)] * 3
+
+
+TURNED = torch.randn(65, 7, 129, generator=torch.Generator().manual_seed(0)).permute(1, 2, 0)
+
+
+def turning(x: torch.Tensor) -> torch.Tensor:
+    """Something whose gradient does not lie in memory like `x`."""
+    return (TURNED * x).cos().square().sum()
+
+
+ENGINES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "aot_eager": lambda f: torch.compile(f, backend="remat", options={"inner": "aot_eager"}),
+    "aot_eager, budget": lambda f: torch.compile(
+        f, backend="remat", options={"inner": "aot_eager", "memory_budget": 1.0}
+    ),
+    "eager region, budget": lambda f: remat.checkpoint_region(memory_budget=1.0)(f),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_of_an_intermediate_is_handed_on_as_it_lies(engine: str) -> None:
+    """The gradient of a bias is a sum over it, which is rounded in the order in which it lies in memory."""
+    layer, x = nn.Linear(33, 65), torch.randn(7, 129, 33)
+
+    def gradients(f: Callable[..., Any]) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+        strides: list[tuple[int, ...]] = []
+        hidden = layer(x)
+        hidden.register_hook(lambda gradient: strides.append(gradient.stride()))
+        return list(torch.autograd.grad(f(hidden), layer.parameters())), strides
+
+    expected, expected_strides = gradients(torch.compile(turning, backend="aot_eager"))
+    found, strides = gradients(ENGINES[engine](turning))
+    assert all(map(torch.equal, found, expected))
+    assert strides == expected_strides == [(129, 1, 903)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_memory_that_a_part_of_it_keeps_to_the_end_is_counted() -> None:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.ones(4, 60)], 1).tanh().square().sum()
+
+    def waiting(function: Callable[..., Any], x: torch.Tensor) -> list[Any]:
+        joint = capture(function, x)
+        telling_intermediates(lambda joint, *_: (joint, joint), [x])(joint.module)
+        prepared = prepare(joint.module, Request(Roofline()), num_fwd_outputs=joint.num_fwd_outputs)
+        return [prepared.problem.graph.nodes[i].target for i in prepared.storages.left_over]
+
+    leaf = torch.randn(4, 4, requires_grad=True)
+    assert waiting(lambda x: x.sin().sum(), leaf) == waiting(lambda x: x.sin().sum(), leaf.exp()) == []
+    assert waiting(part, leaf) == [], "which is copied"
+    assert waiting(part, leaf.exp()) == [aten.slice.Tensor]
