@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import compat, policies, wiring, wrappers
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
-from .passes.plans.plan import Action, Decision, Plan
+from .passes.plans.contents import Action, Decision
+from .passes.plans.plan import Plan
 from .passes.prices.op_call import OpCall
 from .passes.shared.errors import (
     InfeasibleBudget,

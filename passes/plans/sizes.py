@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from ..shared.errors import OptionError
 from ..shared.readable import size
 from ..sizes.expressions import evaluate, evaluate_real, rounded
 from ..sizes.symbols import Origin, SizeSymbol
+from .contents import Decision, PlanContents, SymbolRange
 
-if TYPE_CHECKING:
-    from .plan import Decision, Plan, SymbolRange
+P = TypeVar("P", bound=PlanContents)
 
 TICKS_PER_SECOND = 10**9
 """Times are expressions of nanoseconds."""
@@ -21,7 +21,7 @@ GIVEN = "given"
 """Where the value of a symbol comes from that somebody asked about."""
 
 
-def plan_at(plan: Plan, given: Mapping[str, int]) -> Plan:
+def plan_at(plan: P, given: Mapping[str, int]) -> P:
     """The plan with bytes, peak and times as they are at other sizes.
 
     What is alive at the peak is known for the sizes of the example only, and goes. So are the times of a cost model
@@ -57,13 +57,13 @@ def _decision_at(decision: Decision, values: Mapping[str, int]) -> Decision:
     return replace(decision, num_bytes=num_bytes, save_seconds=save, recompute_seconds=recompute)
 
 
-def _forward_seconds(plan: Plan, values: Mapping[str, int]) -> float | None:
+def _forward_seconds(plan: PlanContents, values: Mapping[str, int]) -> float | None:
     if plan.times is None or not plan.times.forward:
         return plan.forward_seconds
     return evaluate_real(plan.times.forward, values) / TICKS_PER_SECOND
 
 
-def plans_at(plans: Sequence[Plan], given: Mapping[str, int]) -> tuple[Plan, ...]:
+def plans_at(plans: Sequence[P], given: Mapping[str, int]) -> tuple[P, ...]:
     """Several plans at other sizes; a symbol has to be one of some plan's."""
     for name, value in given.items():
         if not any(name == symbol.name for plan in plans for symbol in plan.symbols):
@@ -73,7 +73,7 @@ def plans_at(plans: Sequence[Plan], given: Mapping[str, int]) -> tuple[Plan, ...
     return tuple(plan_at(plan, sizes) for plan, sizes in zip(dynamic, own, strict=True))
 
 
-def _symbols_at(plan: Plan, given: Mapping[str, int]) -> tuple[SizeSymbol, ...]:
+def _symbols_at(plan: PlanContents, given: Mapping[str, int]) -> tuple[SizeSymbol, ...]:
     known = {symbol.name: symbol for symbol in plan.symbols}
     for name, value in given.items():
         if name not in known:
@@ -91,7 +91,7 @@ def _symbols_at(plan: Plan, given: Mapping[str, int]) -> tuple[SizeSymbol, ...]:
     return tuple(found)
 
 
-def _listed(plans: Sequence[Plan]) -> str:
+def _listed(plans: Sequence[PlanContents]) -> str:
     symbols = {symbol.name: symbol.value for plan in plans for symbol in plan.symbols}
     if not symbols:
         return "this plan has no symbols: it was made for fixed sizes"
@@ -101,12 +101,12 @@ def _listed(plans: Sequence[Plan]) -> str:
 # -------------------------------------------------------------------------------------------------- text
 
 
-def sizes_text(plan: Plan) -> str:
+def sizes_text(plan: PlanContents) -> str:
     """`s0=4, s1=256`."""
     return ", ".join(f"{symbol.name}={symbol.value}" for symbol in plan.symbols)
 
 
-def size_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+def size_lines(plan: PlanContents) -> Iterator[tuple[str, str]]:
     """What a plan says of its sizes, as titles and texts; nothing if all of them are numbers."""
     for symbol in plan.symbols:
         bound = f" {symbol.bound}" if symbol.bound else ""
@@ -134,7 +134,7 @@ def general_text(decision: Decision) -> str:
     return ", ".join(form.format(rounded(text)) for text, form in parts if text)
 
 
-def _time_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+def _time_lines(plan: PlanContents) -> Iterator[tuple[str, str]]:
     if not plan.symbols:
         return
     if plan.times is None:

@@ -24,7 +24,8 @@ from ..shared.errors import PlanMismatch, VerificationError
 from ..shared.executor import Executor
 from ..sizes.expressions import evaluate, is_true, to_sympy
 from ..sizes.symbols import Sizes
-from .plan import Action, Plan
+from .contents import Action
+from .plan import Plan
 from .write_plan import Chosen
 
 EXECUTORS = {"inductor": "inductor", "node by node": 'ops that run node by node, as with inner="aot_eager"'}

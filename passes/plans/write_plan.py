@@ -21,9 +21,11 @@ from ..memory.storage import Storages
 from ..prices.cost import TICKS_PER_SECOND
 from ..search.problem import FlowProblem
 from ..shared.module_path import path_of_node
+from ..shared.source import source_line
 from ..sizes.symbols import Sizes, describe
+from .contents import Action, Decision, PredictedPeak
 from .keeping import Runs
-from .plan import Action, Decision, Plan, PredictedPeak, source_line
+from .plan import Plan
 
 NUM_ALIVE = 20
 """How many of the values alive at the peak a plan lists."""

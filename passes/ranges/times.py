@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..plans.plan import Action, Decision, TimeExpressions
+from ..plans.contents import Action, Decision, TimeExpressions
 from ..plans.write_plan import Chosen
 from ..sizes.expressions import NotExpressible
 from .price_expressions import Price, Prices, general_prices, total_of, total_text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..memory.peaks import PeakTerms, peak_terms, sum_grows
 from ..memory.shares import Shares
 from ..memory.simulate import simulate
-from ..plans.plan import SymbolRange
+from ..plans.contents import SymbolRange
 from ..plans.write_plan import Chosen
 from ..search.bench import Bench
 from ..sizes.symbols import Sizes

@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..passes.graph.joint_graph import describe_graph
-from ..passes.plans.plan import Decision, Plan
+from ..passes.plans.contents import Decision
+from ..passes.plans.plan import Plan
 from ..passes.plans.request import Prepared
 from ..passes.plans.stored import schedule_from
 from ..passes.plans.write_plan import Chosen

@@ -21,10 +21,10 @@ import torch.fx as fx
 
 from ..eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
 from ..passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
-from ..passes.plans.plan import source_line
 from ..passes.shared.name_op import name_op
 from ..passes.shared.op_facts import facts_of
 from ..passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
+from ..passes.shared.source import source_line
 from ..passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,

@@ -21,7 +21,7 @@ from torch import nn
 import remat
 from remat.passes.budgets.budget import RegionShare
 from remat.passes.graph.constraints import Reason
-from remat.passes.plans.plan import Action
+from remat.passes.plans.contents import Action
 from remat.passes.shared.errors import InfeasibleBudget, OptionError, RematError
 from remat.passes.shared.readable import size
 from remat.regions.carrier import operator_name

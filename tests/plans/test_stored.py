@@ -21,7 +21,8 @@ import remat
 from remat.compiled.options import Options
 from remat.passes.budgets.budget import RegionShare
 from remat.passes.pipeline import choose, prepare
-from remat.passes.plans.plan import Action, Plan
+from remat.passes.plans.contents import Action
+from remat.passes.plans.plan import Plan
 from remat.passes.plans.request import Prepared, Request
 from remat.passes.prices.cost import Flops
 from remat.passes.shared.errors import OptionError, PlanMismatch

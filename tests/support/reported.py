@@ -11,7 +11,8 @@ from torch import nn
 
 import remat
 from remat.passes.graph.constraints import Reason
-from remat.passes.plans.plan import Plan, PredictedPeak
+from remat.passes.plans.contents import PredictedPeak
+from remat.passes.plans.plan import Plan
 from remat.report.data.model import Alive, GraphReport, NodeRow, Timeline
 
 

@@ -15,7 +15,8 @@ from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.moments import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
 from remat.passes.pipeline import Partitioned, run
-from remat.passes.plans.plan import Action, Plan
+from remat.passes.plans.contents import Action
+from remat.passes.plans.plan import Plan
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
 from remat.passes.shared.errors import VerificationError

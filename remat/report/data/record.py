@@ -14,12 +14,12 @@ from ...passes.graph.joint_graph import JointGraph, describe_value
 from ...passes.graph.region_tag import region_fields
 from ...passes.memory.simulate import Simulation, simulate
 from ...passes.pipeline import Observer
-from ...passes.plans.plan import source_line
 from ...passes.plans.request import Prepared, Request
 from ...passes.plans.write_plan import Chosen
 from ...passes.prices.cost import TICKS_PER_SECOND
 from ...passes.ranges.validity import with_ranges
 from ...passes.shared.module_path import path_of_node
+from ...passes.shared.source import source_line
 from .model import Alive, GraphReport, NodeRow, Timeline
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ...compiled.frontier_file import no_frontier
-from ...passes.plans.plan import Action, Decision, Plan, plans_from_json
+from ...passes.plans.contents import Action, Decision
+from ...passes.plans.plan import Plan, plans_from_json
 from ...passes.shared.files import parsed_file
 from ..data.model import PAST, duration, printable, short_source, size
 

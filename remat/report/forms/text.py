@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...passes.plans.plan import Decision
+from ...passes.plans.contents import Decision
 from ...passes.plans.sizes import general_text, size_lines
 from ..data.model import GraphReport, NodeRow, ReportData, duration, printable, short_source, size
 

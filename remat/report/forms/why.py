@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...passes.graph.constraints import Reason
-from ...passes.plans.plan import Action, Decision
+from ...passes.plans.contents import Action, Decision
 from ...passes.plans.sizes import general_text
 from ...passes.shared.errors import OptionError
 from ..data.model import FORWARD_ROLES, PAST, GraphReport, NodeRow, duration, printable, short_source, size
