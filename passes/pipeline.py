@@ -21,7 +21,8 @@ from .plans.request import Prepared, Request
 from .plans.stored import apply_plan
 from .plans.write_plan import Chosen, choose_plan
 from .prices.cost import price
-from .ranges.ranges import byte_limits, choose_for_range
+from .ranges.limits import byte_limits
+from .ranges.ranges import choose_for_range
 from .rewrites.dropout import take_dropout_apart
 from .rewrites.gradients import lay_out_gradients
 from .rewrites.losses import copy_losses_out

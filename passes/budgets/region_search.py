@@ -81,7 +81,6 @@ def best_within(planner: Planner, search: ShareSearch, unit_bytes: int) -> Offer
     if search.is_plain:
         return seed
     found = [seed, *planner.improver.within([seed], unit_bytes)]
-    planner.rivals += [planner.fastest, *found]
     return min((offer for offer in found if offer.peak_bytes <= unit_bytes), key=by_time)
 
 

@@ -64,7 +64,11 @@ class EndPlanner:
         bench = _judged_at(self.planner.bench, counting)
         return EndPlanner(Planner(bench, ladders=self.planner.ladders, chain=self.planner.chain), counting)
 
-    def refine(self, planner: Planner, lowest: Offer, budget_bytes: int) -> None:
+    def within(self, budget_bytes: int) -> list[Offer]:
+        """Look for schedules that fit at all ends; the fastest first."""
+        return _fitting(self.planner.compared(budget_bytes), budget_bytes)
+
+    def refine(self, planner: Planner, lowest: Offer, budget_bytes: int) -> list[Offer]:
         """Look for faster schedules than the lowest one of a planner at other sizes, which is known to fit.
 
         Of the planners, only that of the chain gets as low. What it believed of memory at the other sizes steers well
@@ -78,15 +82,15 @@ class EndPlanner:
             programme = planner.chain.programme_above(int(own.tuning.headroom * lowest.peak_bytes))
             offers += offers_within(bench, planner.chain, programme, budget_bytes)
         offers += own.improver.within(offers, budget_bytes)
-        own.rivals += [own.fastest, *offers]
+        return _fitting([own.fastest, *offers], budget_bytes)
 
-    def best(self, budget_bytes: int) -> list[Offer]:
-        """Of all that was found, what fits at every end at which anything does; the fastest first."""
-        rivals = self.planner.rivals or [self.planner.fastest]
-        fits = [tuple([peak <= budget_bytes for peak in _peaks(offer)]) for offer in rivals]
-        can_fit = tuple(any(column) for column in zip(*fits, strict=True))
-        fitting = [offer for offer, row in zip(rivals, fits, strict=True) if row == can_fit] if any(can_fit) else []
-        return sorted(fitting, key=by_time)
+
+def _fitting(offers: Sequence[Offer], budget_bytes: int) -> list[Offer]:
+    """Of some offers those that fit at every end at which any of them does; the fastest first."""
+    fits = [tuple([peak <= budget_bytes for peak in _peaks(offer)]) for offer in offers]
+    can_fit = tuple(any(column) for column in zip(*fits, strict=True))
+    fitting = [offer for offer, row in zip(offers, fits, strict=True) if row == can_fit] if any(can_fit) else []
+    return sorted(fitting, key=by_time)
 
 
 def _judged_at(bench: Bench, others: Sequence[Sizes]) -> Bench:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..plans.contents import Action, Decision, TimeExpressions
+from ..plans.request import Prepared, Request
 from ..plans.write_plan import Chosen
 from ..sizes.expressions import NotExpressible
 from .price_expressions import Price, Prices, general_prices, total_of, total_text
-
-if TYPE_CHECKING:
-    from ..plans.request import Prepared, Request
 
 NOT_KNOWN = "times are those of the example: the cost model says nothing of other sizes"
 PARTLY_KNOWN = "{} of {} decisions have a price that is known at the sizes of the example only"

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..memory.peaks import PeakTerms, peak_terms, sum_grows
 from ..memory.shares import Shares
 from ..memory.simulate import simulate
 from ..plans.contents import SymbolRange
+from ..plans.request import Prepared, Request
 from ..plans.write_plan import Chosen
 from ..search.bench import Bench
 from ..sizes.symbols import Sizes
 from ..torch_private import symbol_bounds
-from .ranges import LARGEST_SIZE, byte_limits, largest_where, last_where
+from .along import LARGEST_SIZE, largest_where, last_where
+from .limits import byte_limits
 from .times import find_prices, with_times
-
-if TYPE_CHECKING:
-    from ..plans.request import Prepared, Request
 
 FACTORS = (4, 16, 64)
 """A sampled range is looked at this far above and below the size that was planned for."""

@@ -31,8 +31,6 @@ class Planner:
         self.seeds = seeds
         self.ladders = Ladders(bench.problem, bench.scheduler, bench.tuning) if ladders is None else ladders
         self._chain = chain
-        self.rivals: list[Offer] = []
-        """What was compared to find the fastest schedule within a budget."""
 
     @property
     def fastest(self) -> Offer:
@@ -73,21 +71,24 @@ class Planner:
 
     def within_if_any(self, budget_bytes: int) -> Offer | None:
         """As `within`, but without a search where it is plain that nothing fits."""
-        # Where sizes are symbols, what is compared says at which other sizes a plan is the best one.
+        # Where sizes are symbols, the lowest schedule is looked for from what this search has tried.
         is_hopeless = budget_bytes < self.bench.simulator.least_bytes() and not self.storages.sizes.symbols
         return None if is_hopeless else self.within(budget_bytes)
 
     def within(self, budget_bytes: int) -> Offer | None:
         """The fastest schedule found whose peak fits; None if none does."""
+        fitting = [offer for offer in self.compared(budget_bytes) if offer.peak_bytes <= budget_bytes]
+        return min(fitting, key=by_time, default=None)
+
+    def compared(self, budget_bytes: int) -> list[Offer]:
+        """What is found for a budget, whether it fits or not; the plain cut alone where that fits."""
         if self.fastest.peak_bytes <= budget_bytes:
-            return self.fastest
+            return [self.fastest]
         offers = self._searched(budget_bytes)
         if budget_bytes < min(o.peak_bytes for o in offers):
             low = self._low_enough(budget_bytes)
             offers += [] if low is None else [low, *self.improver.within([low], budget_bytes)]
-        self.rivals += [self.fastest, *offers]
-        fitting = [o for o in offers if o.peak_bytes <= budget_bytes]
-        return min(fitting, key=by_time, default=None)
+        return [self.fastest, *offers]
 
     def least_ticks(self, budget_bytes: int) -> int:
         """No plan within a budget adds less to the step, however often it recomputes.

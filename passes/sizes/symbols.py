@@ -163,7 +163,7 @@ class Sizes:
         """The same graph at other sizes of its inputs."""
         chosen = {**self.values, **values}
         for symbol, bound in self.bounds.items():
-            chosen[symbol] = int(bound.xreplace(_integers(chosen))) if bound.free_symbols else int(bound)
+            chosen[symbol] = int(bound.xreplace(integers(chosen))) if bound.free_symbols else int(bound)
         return Sizes(self.shape_env, chosen, self.bounds, self.origins, self.forms)
 
     def of(self, size: int | torch.SymInt) -> int:
@@ -178,7 +178,7 @@ class Sizes:
             # A graph may have numbers that only the data tells, and no tensor with such a size.
             examples = example_values(self.shape_env) if extra and self.shape_env is not None else {}
             known = {s: examples.get(s, n) for s, n in extra.items()}
-            number = self._numbers[expression] = int(expression.xreplace(_integers({**self.values, **known})))
+            number = self._numbers[expression] = int(expression.xreplace(integers({**self.values, **known})))
         return number
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
@@ -238,7 +238,8 @@ def _expressions(sizes: Sequence[int | torch.SymInt]) -> list[Any]:
     return [size if isinstance(size, int) else expression_of(size) for size in sizes]
 
 
-def _integers(values: Mapping[sympy.Symbol, int]) -> dict[Any, Any]:
+def integers(values: Mapping[sympy.Symbol, int]) -> dict[Any, Any]:
+    """What symbols stand for, as sympy has numbers."""
     import sympy
 
     return {symbol: sympy.Integer(value) for symbol, value in values.items()}
@@ -314,7 +315,7 @@ class _Found:
             bound = self._bound(symbol, values)
             if bound is not None:
                 bounds[symbol], origins[symbol] = sympy.sympify(bound), Origin.BOUND
-                values[symbol] = int(bounds[symbol].xreplace(_integers(values)))
+                values[symbol] = int(bounds[symbol].xreplace(integers(values)))
             else:
                 values[symbol] = GUESSED_SIZE if unbacked_hint is None else unbacked_hint
                 origins[symbol] = Origin.GUESS if unbacked_hint is None else Origin.OPTION

@@ -17,7 +17,7 @@ from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Machine, Roofline
 from remat.passes.ranges.ranges import at_sizes
 from remat.passes.ranges.validity import with_ranges
-from remat.passes.search.planner import Planner
+from remat.passes.search.bench import Bench
 
 MODEL = Roofline({"cpu": Machine(flops_per_second=2.0**36, bytes_per_second=2.0**33)}, fuses=False)
 
@@ -33,7 +33,7 @@ def planned(model: nn.Module, budget: Budget | None) -> tuple[Plan, Callable[[in
     def peaks_at(rows: int) -> tuple[int, int]:
         problem, storages = at_sizes(prepared.problem, prepared.storages, MODEL, sizes.at({symbol: rows}))
         own = simulate(problem.graph, storages, chosen.schedule).peak_bytes
-        return own, Planner(problem, storages).without_recompute.peak_bytes
+        return own, Bench(problem, storages).without_recompute.peak_bytes
 
     return chosen.plan, peaks_at
 
