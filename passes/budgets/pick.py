@@ -11,7 +11,7 @@ from ..search.bench import Bench, Offer
 from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from .budget import Budget, RegionShare
-from .regions import choose_within_shares
+from .regions import choose_within_shares, meet_regions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ def pick_from(
 ) -> Picked:
     """Pick the fastest schedule that a planner finds within the budgets of the whole graph and of some regions."""
     if shares.budgets:
-        found = choose_within_shares(planner, shares, budget, take_minimum=take_minimum)
+        found = choose_within_shares(meet_regions(planner, shares, take_minimum=take_minimum), budget)
         return Picked(
             found.offer,
             found.budget_bytes,

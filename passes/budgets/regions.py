@@ -25,11 +25,20 @@ class Found:
     without_recompute_bytes: int
 
 
-def choose_within_shares(plain: Planner, shares: Shares, budget: Budget | None, *, take_minimum: bool) -> Found:
-    """Pick the fastest plan found in which every region keeps within its budget, and the graph within its own.
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionsMet:
+    """A graph whose regions keep within their budgets, from which a budget of the whole graph starts."""
 
-    The planner is one without limits, and not asked for more than the extremes.
-    """
+    plain: Planner
+    """One without limits, of which the extremes are asked."""
+    asked: Limits
+    limits: Limits
+    """The same, but more for regions whose budget cannot be met."""
+    search: ShareSearch
+
+
+def meet_regions(plain: Planner, shares: Shares, *, take_minimum: bool) -> RegionsMet:
+    """Have every region keep within its budget, or say why one cannot."""
     bench = plain.bench
     limits = asked = Limits.resolve(shares, plain.without_recompute.simulation)
     search = search_shares(bench, limits, gives_up=not take_minimum)
@@ -39,15 +48,21 @@ def choose_within_shares(plain: Planner, shares: Shares, budget: Budget | None, 
         short = _exceeded(limits, search.offer)
     if short:
         limits = _relaxed(bench.problem, limits, search, short, take_minimum=take_minimum)
+    return RegionsMet(plain, asked, limits, search)
+
+
+def choose_within_shares(met: RegionsMet, budget: Budget | None) -> Found:
+    """Pick the fastest plan found in which every region keeps within its budget, and the graph within its own."""
+    plain, limits, search, shares = met.plain, met.limits, met.search, met.asked.shares
     budget_bytes = None if budget is None else budget.resolve(plain)
-    planner = planner_within(bench, search, limits, budget_bytes)
+    planner = planner_within(plain.bench, search, limits, budget_bytes)
     offer = best_within(planner, search, unit_of(limits, budget_bytes))
     if offer is None:
         assert budget is not None and budget_bytes is not None, "region budgets alone are met by the schedule found"
         offer = _lowest(planner, limits, budget, budget_bytes, plain.without_recompute.peak_bytes)
     offer = planner.bench.in_bytes(offer)
     peaks = shares.peaks(offer.simulation)
-    rows = zip(shares.budgets, asked.num_bytes, peaks, strict=True)
+    rows = zip(shares.budgets, met.asked.num_bytes, peaks, strict=True)
     return Found(
         offer=offer,
         shares=tuple(RegionShare(bound.path, limit, peak.num_bytes) for bound, limit, peak in rows),

@@ -25,7 +25,7 @@ from ...compiled.options import Options
 from ...compiled.partitioner import Partitioner
 from ...passes.budgets.budget import Budget, RegionShare
 from ...passes.budgets.pick import Picked
-from ...passes.budgets.regions import Found, choose_within_shares
+from ...passes.budgets.regions import Found, choose_within_shares, meet_regions
 from ...passes.memory.legal import verify_schedule
 from ...passes.memory.shares import Shares
 from ...passes.pipeline import Observer, run
@@ -312,6 +312,7 @@ def _under_none(planner: Planner) -> _Asks:
 
 def _under_regions(planner: Planner, shares: Shares) -> _Asks:
     """Plan for the graph's peak with the budgets of its regions kept at the same time."""
+    met = meet_regions(planner, shares, take_minimum=False)
     found_by_offer: dict[int, Found] = {}
 
     def choose(budget_bytes: int | None) -> Offer:
@@ -320,7 +321,7 @@ def _under_regions(planner: Planner, shares: Shares) -> _Asks:
             budget = Budget(text="pareto", num_bytes=budget_bytes, take_minimum=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a budget is out of reach is what the frontier is asked for
-            found = choose_within_shares(planner, shares, budget, take_minimum=False)
+            found = choose_within_shares(met, budget)
         found_by_offer[id(found.offer)] = found
         return found.offer
 
