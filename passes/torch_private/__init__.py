@@ -11,7 +11,6 @@ work on any FX graph without them.
     inductor      options, kernels, code generation
     distributed   process groups and collectives
 
-Imports: nothing
 """
 
 from __future__ import annotations

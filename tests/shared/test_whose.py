@@ -125,7 +125,7 @@ def test_what_it_computes_inside_a_region_is_its_own(
         ("<eval_with_key>.3", Whose.NOBODYS),
         ("<frozen importlib._bootstrap>", Whose.NOBODYS),
         ("<stdin>", Whose.USERS),
-        ("/home/me/torch/remat/train.py", Whose.USERS),
+        ("/srv/me/torch/remat/train.py", Whose.USERS),
     ],
 )
 def test_folders_of_packages_decide(file: str, owner: Whose) -> None:
