@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from remat import compat, policies
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import is_recomputing
+from remat.passes.shared.policy import SaveOps
 from remat.regions.region import checkpoint_region
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch.func.jvp calls it
@@ -668,7 +669,7 @@ class TestMemory:
             return sum(issubclass(type(obj), torch.Tensor) for obj in gc.get_objects())
 
         def some_step():
-            policy = policies.SaveOps(frozenset([aten.mm.default, aten.exp.default]))
+            policy = SaveOps(frozenset([aten.mm.default, aten.exp.default]))
             selective(policy, lambda x: F.dropout((x.sin() @ w).exp(), 0.5) @ w, x).sum().backward()
             x.grad = w.grad = None
 

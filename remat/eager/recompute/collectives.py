@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from remat.eager.selective.saved import Entry, OnMutation, answer, open_segment, tensors_of, without_handles
+from remat.eager.selective.saved import Entry, OnMutation, answer, tensors_of, without_handles
 from remat.eager.types.execution import Execution, local
 from remat.eager.types.hooks import calling_module, is_called_by_fsdp
 from remat.eager.types.ops import OpFacts, op_facts
+from remat.eager.types.store import open_segment
 from remat.passes.shared.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
@@ -92,8 +93,7 @@ class _OneCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         key = _next_key(self._execution, func)
         replay = self._execution.replay
-        reference = replay.entries.get(key) if replay is not None else None
-        entry = reference() if reference is not None else None
+        entry = replay.entry(key) if replay is not None else None
         if entry is not None and not entry.is_changed:
             return answer(facts, args, entry)
         out = func(*args, **kwargs)

@@ -23,15 +23,11 @@ MetadataFunction = Callable[[torch.Tensor], Metadata]
 
 def default_metadata(tensor: torch.Tensor) -> Metadata:
     """Return shape, dtype and device; True stands for the CPU, since asking for a device makes an object each time."""
-    return shape_of(tensor), tensor.dtype, tensor.is_cpu or tensor.device
-
-
-def shape_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's shape; the shapes of its parts for a nested one that is not jagged, which has no shape."""
     try:
-        return tensor.shape
-    except RuntimeError:
-        return tuple(tuple(shape) for shape in tensor._nested_tensor_size().tolist())
+        shape = tensor.shape
+    except RuntimeError:  # nested, and not jagged: what has a shape are its parts
+        shape = tuple(tuple(part) for part in tensor._nested_tensor_size().tolist())  # type: ignore[assignment]
+    return shape, tensor.dtype, tensor.is_cpu or tensor.device
 
 
 def _device(noted: Any) -> torch.device:

@@ -18,7 +18,6 @@ from remat.eager.recompute.frames import Frame
 from remat.eager.recompute.out_of_memory import advise
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.replayer import Replayer
-from remat.eager.selective.saved import adopt_child
 from remat.eager.selective.selective import Selective
 from remat.eager.state import rng
 from remat.eager.state.ambient import Ambient
@@ -26,9 +25,10 @@ from remat.eager.state.arguments import SavedArguments
 from remat.eager.state.reach import generators_of, reach
 from remat.eager.state.state import WatchedState
 from remat.eager.state.write_guard import Clearance
-from remat.eager.types.execution import Execution, all_of, local
+from remat.eager.types.execution import Execution, RegionCall, all_of, local
 from remat.eager.types.hooks import ends_search
 from remat.eager.types.settings import Overrides, overrides
+from remat.eager.types.store import Segment, adopt_child
 from remat.passes.torch_private import (
     get_eval_frame_callback,
     is_tracing,
@@ -99,24 +99,16 @@ def run_region(
         # run as plain code, with the same results and without its memory being saved.
         return function(*args, **kwargs)
     if get_eval_frame_callback() is not None:
-        # Called from compiled code after a graph break: what runs here must run alike in backward, so not
-        # compiled.
+        # Called from compiled code after a graph break: what runs here must run alike in backward, so uncompiled.
         return run_uncompiled(run_region, function, args, kwargs, spec, context_fn)
     outer = local.execution
-    number, replay, context, out = 0, None, None, _NOTHING
-    is_plain = spec.selective is None and context_fn is noop_context_fn and not debug
-    if outer is None and is_plain and not collectives.may_run():  # as most are
-        frame = _open_frame(function, args, kwargs, spec, around)
-        local.execution = execution = Execution(frame, None)
-    else:
-        if outer is not None:
-            number, replay, former = _enter_child(outer)
-            if spec.is_refilled and former is not None and former.can_be_refilled(outer.task):
-                return former.refill(args, kwargs, outer)
-        contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
-        frame = _open_frame(function, args, kwargs, spec, around)
-        execution = Execution(frame, outer)
-        context = _enter_region(execution, outer, number, _attach_contexts(frame, execution, contexts, spec, replay))
+    number, replay, former = (0, None, None) if outer is None else _enter_child(outer)
+    if outer is not None and spec.is_refilled and former is not None and former.can_be_refilled(outer.task):
+        return former.refill(args, kwargs, outer)
+    contexts: Any = DebugLogs() if debug else None if context_fn is noop_context_fn else context_fn()
+    frame = _open_frame(function, args, kwargs, spec, around)
+    execution, out = Execution(frame, outer), _NOTHING
+    context = _enter_region(frame, execution, outer, number, _attach_contexts(frame, execution, contexts, spec, replay))
     push_saved_tensors_hooks(*frame.hooks())
     try:
         if context is None:
@@ -133,12 +125,7 @@ def run_region(
         raise
     finally:
         pop_saved_tensors_hooks()
-        local.execution = outer
-        execution.frame = None
-        if outer is not None or context is not None:
-            _leave_region(execution, outer)
-        if frame.state is not None:
-            frame.state.seal() if out is not _NOTHING else frame.state.end_forward()
+        _leave_region(frame, execution, outer, has_returned=out is not _NOTHING)
     _seal(frame, outer, number)
     return out
 
@@ -151,11 +138,13 @@ _SUPPRESSED = (
 
 
 def _enter_region(
-    execution: Execution, outer: Execution | None, number: int, context: AbstractContextManager[Any] | None
+    frame: Frame,
+    execution: Execution,
+    outer: Execution | None,
+    number: int,
+    context: AbstractContextManager[Any] | None,
 ) -> AbstractContextManager[Any] | None:
     """Tell the region around about this one; return what the forward must be run under."""
-    frame = execution.frame
-    assert frame is not None, "it is let go of at the end"
     if outer is not None:
         if outer.frame is not None:
             frame.outer_names = outer.frame.names
@@ -178,13 +167,17 @@ def _note_rng_after(execution: Execution) -> None:
         execution.replay.restore_rng_after()
 
 
-def _leave_region(execution: Execution, outer: Execution | None) -> None:
+def _leave_region(frame: Frame, execution: Execution, outer: Execution | None, *, has_returned: bool) -> None:
     """Give the word back to the region around; untie frame and recorder, which would keep each other alive."""
+    local.execution = outer
+    execution.frame = None
     if outer is not None and outer.mode is not None:
         outer.mode.num_suspensions -= 1
     if isinstance(execution.mode, Recorder):
         execution.mode.release()
     execution.mode = None
+    if frame.state is not None:
+        frame.state.seal() if has_returned else frame.state.end_forward()
 
 
 def _open_frame(function: Any, args: Any, kwargs: dict[str, Any], spec: RegionSpec, around: Overrides) -> Frame:
@@ -219,7 +212,7 @@ def _region_key(function: Any) -> Any:
     return code if code is not None else type(function) if isinstance(function, nn.Module) else id(function)
 
 
-def _enter_child(outer: Execution) -> tuple[int, Any, Frame | None]:
+def _enter_child(outer: Execution) -> tuple[int, Segment | None, RegionCall | None]:
     """Number this call within the region around it; if that is run again, find what it was then."""
     number = outer.num_children
     outer.num_children = number + 1

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from remat.eager.recompute.forward import Forward
 from remat.eager.selective.saved import Entry, tensors_of
 from remat.passes.shared.out_of_memory import add_advice, is_out_of_memory
 from remat.passes.shared.policy import policy_name
 from remat.passes.shared.readable import size
 
-if TYPE_CHECKING:
-    from remat.eager.recompute.frames import Frame
 
-
-def advise(error: BaseException, frame: Frame, phase: str) -> None:
-    """Add to an error what could be done about it, if it says that memory ran out in a frame."""
+def advise(error: BaseException, forward: Forward, phase: str) -> None:
+    """Add to an error what could be done about it, if it says that memory ran out in a forward."""
     if is_out_of_memory(error):
-        add_advice(error, f"out of memory in the {phase} of {frame.label}{_remedy(frame)}")
+        add_advice(error, f"out of memory in the {phase} of {forward.label}{_remedy(forward)}")
 
 
-def _remedy(frame: Frame) -> str:
-    if frame.policy is None:
+def _remedy(forward: Forward) -> str:
+    if forward.policy is None:
         return (
             ", which recomputes everything already; running it takes room for all its activations at once. Cheaper: "
             "smaller regions inside it (remat.apply on its submodules), memory_budget=0.5 on the region, or its inputs "
             "in host memory or on disk (remat.wrappers.offload_wrapper around it)."
         )
     return (
-        f", whose policy {_shown(frame.policy)} keeps {_kept_text(frame)} of this call. Cheaper: no policy "
+        f", whose policy {_shown(forward.policy)} keeps {_kept_text(forward)} of this call. Cheaper: no policy "
         "(nothing is kept but inputs), a policy that offloads (remat.policies.offload_all(), to disk with "
         'offload="disk"), or memory_budget=0.5 on the region.'
     )
@@ -39,8 +37,8 @@ def _shown(policy: Any) -> str:
     return repr(policy) if hasattr(policy, "opinion") else policy_name(policy)
 
 
-def _kept_text(frame: Frame) -> str:
-    entries = [reference() for reference in frame.store.entries.values()] if frame.store is not None else []
+def _kept_text(forward: Forward) -> str:
+    entries = [reference() for reference in forward.store.entries.values()] if forward.store is not None else []
     tensors = [tensor for entry in entries if isinstance(entry, Entry) for tensor in tensors_of(entry.val)]
     return size(sum(_num_bytes(tensor) for tensor in tensors))
 

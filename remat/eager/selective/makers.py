@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from remat.eager.selective.saved import OpKey, map_tensors, tensors_of
+from remat.eager.selective.saved import map_tensors, tensors_of
 from remat.eager.state.state import version_of
 from remat.eager.types.ops import OpFacts
+from remat.eager.types.store import OpKey
 from remat.passes.torch_private import alias_of
 
 

@@ -6,12 +6,13 @@ from collections import defaultdict
 from typing import Any
 
 from remat.eager.selective.recorder import Recorder
-from remat.eager.selective.saved import OffloadedEntry, Store, answer
+from remat.eager.selective.saved import OffloadedEntry, answer
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.execution import local
 from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
 from remat.eager.types.mode import EngineMode
 from remat.eager.types.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
+from remat.eager.types.store import Store
 from remat.passes.shared.module_path import current_module_path
 from remat.passes.shared.source import running_line
 
@@ -41,7 +42,7 @@ class Replayer(EngineMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Replayer:
         if self._owner is not None:
-            self._use(self._owner.sink.store or Store())
+            self._use(self._owner.store)
         if self._store.has_offloaded:
             self._prefetch()
         super().__enter__()
@@ -74,8 +75,7 @@ class Replayer(EngineMode):  # type: ignore[no-untyped-call]
         store = self._store
         number = self._counts[key]
         self._counts[key] = number + 1
-        reference = store.entries.get((key, number))
-        entry = reference() if reference is not None else None
+        entry = store.entry((key, number))
         if entry is not None:
             facts = op_facts(func)
             return entry.take() if facts.is_plain else answer(facts, args, entry)

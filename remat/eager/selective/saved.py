@@ -1,25 +1,19 @@
-"""What a policy saved: one entry per op, in a chain of segments that lives as long as somebody can ask for it.
-
-A holder that autograd owns keeps alive what was saved before it, so every value dies as soon as no living part of the
-graph can ask for a recomputation that passes it, and lives as long as one can, however many backwards there are.
-"""
+"""What a policy saved of one op: its result, or a copy of it elsewhere, and how an op is answered from that."""
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from remat.eager.offload.copies import Away, offload
-from remat.eager.state.rng import OpRngState
 from remat.eager.state.state import version_of
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.memory import storage_id
 from remat.eager.types.ops import OpFacts
+from remat.eager.types.store import SavedValue
 from remat.passes.torch_private import alias_of, completed_work, tree_leaves, tree_map
 
 
@@ -117,87 +111,6 @@ class OffloadedEntry:
                 leaf.prefetch()
 
 
-AnyEntry = Entry | OffloadedEntry
-OpKey = tuple[Any, int]
-
-
-class Store:
-    """What one forward of a region saved: counts for matching, values known weakly."""
-
-    __slots__ = (
-        "children",
-        "counts",
-        "entries",
-        "has_offloaded",
-        "kept",
-        "rng_after",
-        "rng_before_children",
-        "rng_states",
-    )
-
-    def __init__(self) -> None:
-        self.counts: defaultdict[Any, int] = defaultdict(int)
-        self.entries: dict[OpKey, weakref.ref[AnyEntry]] = {}
-        self.rng_states: dict[OpKey, OpRngState] = {}
-        self.kept: set[Any] = set()  # ops of which something is in one of the two, in some call
-        self.has_offloaded = False
-        self.rng_after: list[OpRngState] = []
-        self.rng_before_children: dict[int, list[OpRngState]] = {}
-        self.children: dict[int, weakref.ref[Segment]] = {}
-
-    def restore_rng_after(self) -> None:
-        """Leave the random state as the forward did, though saved random ops were not drawn again."""
-        for state in self.rng_after:
-            state.restore()
-
-
-class Segment:
-    """A part of what a forward saved, with all parts before it."""
-
-    __slots__ = ("__weakref__", "is_taken", "items", "previous", "store")
-
-    def __init__(self, previous: Segment | None, store: Store) -> None:
-        self.previous = previous
-        self.store = store
-        self.items: list[Any] = []
-        self.is_taken = False  # by a holder; what is saved from now on must not live as long as that
-
-
-class Sink(Protocol):
-    """Where a recorder puts what it keeps: a frame, or a stand-in when no frame of ours is there."""
-
-    segment: Segment | None
-    store: Store | None
-
-
-class LooseSink:
-    """A sink of its own, for contexts that are entered by somebody else's checkpoint."""
-
-    __slots__ = ("segment", "store")
-
-    def __init__(self) -> None:
-        self.segment: Segment | None = None
-        self.store: Store | None = None
-
-
-def open_segment(sink: Sink) -> Segment:
-    """Return the segment that new values go to."""
-    if sink.store is None:
-        sink.store = Store()
-    segment = sink.segment
-    if segment is None or segment.is_taken:
-        segment = sink.segment = Segment(segment, sink.store)
-    return segment
-
-
-def adopt_child(sink: Sink, index: int, child: Segment) -> None:
-    """Keep what an inner region saved as long as the outer one may be run again past it."""
-    segment = open_segment(sink)
-    segment.items.append(child)
-    assert sink.store is not None
-    sink.store.children[index] = weakref.ref(child)
-
-
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply a function to every tensor of a pytree."""
     if isinstance(value, torch.Tensor):
@@ -221,7 +134,7 @@ def without_handles(value: Any) -> Any:
     return tree_map(lambda x: _Handle() if isinstance(x, torch.ScriptObject) else x, value)
 
 
-def answer(facts: OpFacts, args: Any, entry: AnyEntry) -> Any:
+def answer(facts: OpFacts, args: Any, entry: SavedValue) -> Any:
     """Return what an op returned in forward, and give its arguments what it wrote to them."""
     value = entry.take()
     if facts.is_pending:

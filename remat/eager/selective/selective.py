@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.eager.recompute.frames import Frame
+from remat.eager.selective.keeping import RegionSink
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.saved import OnMutation
 from remat.passes.shared.policy import PolicyFunction
@@ -24,9 +24,6 @@ class Selective:
     disk_folder: str | None = None
     """Where values go that the policy offloads; None for host memory."""
 
-    def recorder(self, frame: Frame) -> Recorder:
+    def recorder(self, frame: RegionSink) -> Recorder:
         """Return the mode for the forward of a frame."""
-        recorder = Recorder(self.policy, self.on_mutation)
-        if self.disk_folder is not None:
-            recorder.disk_folder = self.disk_folder
-        return recorder.bind(frame)
+        return Recorder(self.policy, self.on_mutation, self.disk_folder).bind(frame)

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from remat.eager.recompute.frames import Frame
-    from remat.eager.selective.saved import Store
+from remat.eager.types.store import Sink, Store
+
+
+class RegionCall(Sink, Protocol):
+    """One call of a region, as far as others know it."""
+
+    children: dict[int, weakref.ref[RegionCall]] | None
+    """Inner regions, by number of their call."""
+
+    @property
+    def label(self) -> str:
+        """The region's name for a message, with the regions around it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the regions around this one, and its own."""
+
+    def can_be_refilled(self, task: Any) -> bool:
+        """True if a run inside the recomputation of an outer region can serve this one's backward."""
+
+    def refill(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Execution) -> Any:
+        """Run the region inside the recomputation of an outer one; return its result."""
 
 
 class Execution:
     """A running forward or recomputation of a region on this thread."""
 
     # What most have nothing of is said once, for the class: setting it up for each takes time.
-    frame: Frame | None
+    frame: RegionCall | None
     is_recomputing = False
     mode: Any = None
     num_children = 0
@@ -29,13 +49,13 @@ class Execution:
     watched: list[Any]
     """What a recomputation has saved so far: tensor, its version then, holder."""
 
-    def __init__(self, frame: Frame, outer: Execution | None) -> None:
+    def __init__(self, frame: RegionCall, outer: Execution | None) -> None:
         self.frame = frame
         if outer is not None and outer.is_recomputing:
             self.is_recomputing = True
 
     @staticmethod
-    def again(frame: Frame, task: Any, watched: list[Any]) -> Execution:
+    def again(frame: RegionCall, task: Any, watched: list[Any]) -> Execution:
         """Return one for a recomputation of a frame."""
         execution = Execution(frame, None)
         execution.is_recomputing, execution.task, execution.watched = True, task, watched
