@@ -21,7 +21,6 @@ from remat.passes.torch_private import HigherOrderOperator, OpOverload, OpOverlo
 PolicyFunction = Callable[..., "CheckpointPolicy | bool"]
 Policy = PolicyFunction | Sequence[Any]
 
-SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 OFFLOADS = frozenset({CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD})
 PREFERENCES = frozenset(
     {CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_CPU_OFFLOAD}

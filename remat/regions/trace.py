@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from ..eager.torch_api.checkpoint import SAC_IGNORED_OPS, SelectiveCheckpointContext
+from ..eager.torch_api.checkpoint import SelectiveCheckpointContext
+from ..eager.types.ops import SAC_IGNORED_OPS, is_cached_cast
 from ..passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
 from ..passes.shared.name_op import name_op
 from ..passes.shared.op_facts import facts_of
@@ -39,8 +40,6 @@ from ..passes.torch_private import (
 
 if TYPE_CHECKING:
     from ..passes.budgets.budget import Budget
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +100,12 @@ class _Tagger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mark = traced_nodes_so_far()
         out = func(*args, **kwargs)
         answer = CheckpointPolicy.PREFER_RECOMPUTE
-        if func not in SAC_IGNORED_OPS and not _is_cached_cast(func, args):
+        if func not in SAC_IGNORED_OPS and not is_cached_cast(func, args):
             answer = region.ask(func, out, args, kwargs)
         for node in traced_nodes_since(mark):
             is_kept = not self.repeats_random and facts_of(node.target).is_random
             tag(node, region.tag, CheckpointPolicy.MUST_SAVE if is_kept else answer)
         return out
-
-
-def _is_cached_cast(func: Any, args: Any) -> bool:
-    """True for a cast of a weight, which autocast keeps for the next op that wants it: no policy sees it."""
-    return func is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
 _state = local()

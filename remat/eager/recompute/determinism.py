@@ -30,6 +30,14 @@ def default_metadata(tensor: torch.Tensor) -> Metadata:
     return shape, tensor.dtype, tensor.is_cpu or tensor.device
 
 
+def noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
+    """Return what a check notes of a tensor; its function may be anybody's."""
+    if check is None:
+        return None
+    with torch.no_grad():
+        return check(tensor)
+
+
 def _device(noted: Any) -> torch.device:
     return _CPU if noted is True else noted
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from remat.eager.recompute.determinism import Metadata, MetadataFunction, default_metadata
+from remat.eager.recompute.determinism import MetadataFunction, default_metadata, noted
 from remat.eager.recompute.forward import Forward
 from remat.eager.recompute.holders import Holder, Overwritten
 from remat.eager.recompute.out_of_memory import advise
@@ -75,7 +75,7 @@ class Frame(Forward):
                 segment.is_taken = True
                 holder.segment = segment
             caller = getframe(1)
-            metadata = default_metadata(tensor) if check is default_metadata else _noted(check, tensor)
+            metadata = default_metadata(tensor) if check is default_metadata else noted(check, tensor)
             add_save((ref(holder), caller.f_code, caller.f_lasti, metadata))
             return holder
 
@@ -220,13 +220,6 @@ def _forget_leftovers(run: Recomputation, task: Any) -> None:
     """See to it that values do not stay which this backward leaves lying, if nothing else takes them away."""
     if type(task) is int and task != -1 and (current_graph_task_keeps_graph() or not is_full_backward()):
         run.forget_after_backward()
-
-
-def _noted(check: MetadataFunction | None, tensor: torch.Tensor) -> Metadata:
-    if check is None:
-        return None
-    with torch.no_grad():
-        return check(tensor)
 
 
 def _keep_compiler_out() -> None:

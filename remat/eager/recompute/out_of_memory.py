@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from remat.eager.recompute.forward import Forward
 from remat.eager.selective.saved import Entry, tensors_of
 from remat.passes.shared.out_of_memory import add_advice, is_out_of_memory
@@ -40,8 +38,4 @@ def _shown(policy: Any) -> str:
 def _kept_text(forward: Forward) -> str:
     entries = [reference() for reference in forward.store.entries.values()] if forward.store is not None else []
     tensors = [tensor for entry in entries if isinstance(entry, Entry) for tensor in tensors_of(entry.val)]
-    return size(sum(_num_bytes(tensor) for tensor in tensors))
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return size(sum(tensor.nbytes for tensor in tensors))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from remat.eager.recompute import collectives
-from remat.eager.recompute.determinism import Metadata, Mismatch, default_metadata
+from remat.eager.recompute.determinism import Metadata, Mismatch, default_metadata, noted
 from remat.eager.recompute.divergence import different, too_few, too_many, where_is
 from remat.eager.recompute.forward import Forward
 from remat.eager.recompute.holders import Holder, Overwritten, Save
@@ -127,14 +127,9 @@ class Recomputation:
                 value = _cut(tensor) if cuts_now else tensor
                 holder.put(task, value)
                 watch((tensor, version_of(tensor), holder))
-                if check is default_metadata:
-                    if save[3] != (seen := default_metadata(value)):
-                        run.note_mismatch(save, seen, getframe(1))
-                elif check is not None:
-                    with torch.no_grad():
-                        seen = check(value)
-                    if save[3] != seen:
-                        run.note_mismatch(save, seen, getframe(1))
+                seen = default_metadata(value) if check is default_metadata else noted(check, value)
+                if save[3] != seen:
+                    run.note_mismatch(save, seen, getframe(1))
             else:
                 packed = _cut(tensor)
             if save is last:

@@ -22,7 +22,7 @@ def is_users_class(cls: type) -> bool:
     return _holds_state(cls.__module__)
 
 
-def is_users(function: Any) -> bool:
+def is_users_function(function: Any) -> bool:
     """True for a function that is not one of the libraries' without state."""
     return _holds_state(getattr(function, "__module__", None))
 
@@ -48,7 +48,7 @@ def _is_inert(value: Any) -> bool:
         return True
     if isinstance(value, type):
         return not is_users_class(value)
-    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not is_users(value)
+    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not is_users_function(value)
 
 
 @dataclass(slots=True)

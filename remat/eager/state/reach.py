@@ -25,8 +25,8 @@ from remat.eager.state.code_facts import (
     facts_of_codes,
     find_inert,
     global_names,
-    is_users,
     is_users_class,
+    is_users_function,
     look_at_code,
 )
 from remat.eager.state.generators import is_generator_class
@@ -265,7 +265,7 @@ def _look_into_function(function: types.FunctionType, found: Reached, todo: Todo
         _meet("default argument", function.__defaults__, found, todo)
     if function.__kwdefaults__:
         _meet("default argument", function.__kwdefaults__, found, todo)
-    if facts.global_names and is_users(function):  # torch's own globals hold no user state
+    if facts.global_names and is_users_function(function):  # torch's own globals hold no user state
         variables = function.__globals__
         inert = facts.inert
         if inert is None or not all(map(operator.is_, map(variables.get, inert.names), inert.values)):
@@ -295,7 +295,7 @@ _variables_behind_functions: weakref.WeakKeyDictionary[Any, Variables] = weakref
 
 def _variables_behind(function: Any) -> Variables:
     """Return the globals with state that a global function leads to, by way of others; found once per function."""
-    if not is_users(function):
+    if not is_users_function(function):
         return ()
     if type(function) is not types.FunctionType or function.__closure__:
         return _own_state(function)
@@ -318,7 +318,7 @@ def _find_variables(functions: Iterable[Any]) -> Variables:
     todo = list(functions)
     while todo and len(seen) < _MAX_VISITS:
         function = todo.pop()
-        if type(function) is not types.FunctionType or id(function) in seen or not is_users(function):
+        if type(function) is not types.FunctionType or id(function) in seen or not is_users_function(function):
             continue
         seen.add(id(function))
         variables = function.__globals__

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from remat.passes.torch_private import get_graph_exec_group, set_graph_exec_group
 
 
@@ -19,8 +17,3 @@ class GraphExecGroup:
 
     def __exit__(self, *exception: object) -> None:
         set_graph_exec_group(None)
-
-    @classmethod
-    def _get_current_group(cls) -> GraphExecGroup | None:
-        group: Any = get_graph_exec_group()
-        return group if isinstance(group, cls) else None
