@@ -11,6 +11,7 @@ from ..search.bench import Bench, Offer
 from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from .budget import Budget, RegionShare
+from .infeasible import lowest_or_error
 from .regions import choose_within_shares, meet_regions
 
 
@@ -84,5 +85,5 @@ def pick_from(
 
 
 def _within(planner: Planner, budget: Budget, budget_bytes: int) -> Offer:
-    found = planner.within_if_any(budget.safe_bytes(planner, budget_bytes))
-    return found or budget.when_infeasible(planner, budget_bytes)
+    found = planner.within_if_any(budget.safe_bytes(planner.storages, budget_bytes))
+    return found or lowest_or_error(budget, planner, budget_bytes)

@@ -11,7 +11,8 @@ from ..search.bench import Offer
 from ..search.planner import Planner
 from ..search.problem import FlowProblem
 from ..shared.errors import InfeasibleBudget
-from .budget import Budget, RegionShare, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
+from .budget import Budget, RegionShare
+from .infeasible import advice, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
 from .region_search import ShareSearch, best_within, planner_within, reconciled, search_shares, unit_of
 
 
@@ -133,6 +134,6 @@ def _lowest(planner: Planner, limits: Limits, budget: Budget, budget_bytes: int,
         f"The budgets of these regions have to hold at the same time: {paths}."
     )
     if not budget.take_minimum:
-        raise InfeasibleBudget(f"{message}\n{budget.advice(best.peak_bytes, whole_bytes)}")
+        raise InfeasibleBudget(f"{message}\n{advice(budget, best.peak_bytes, whole_bytes)}")
     warnings.warn(f'{message}\nTaking the lowest plan, as on_infeasible="minimum" asks.', stacklevel=2)
     return best

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..eager import is_in_region
+from ..passes.budgets.budget import LOWEST_PLAN_OPTION
 from ..passes.shared.errors import InfeasibleBudget, RematError, causes_of
 from ..passes.torch_private import (
     is_faking,
@@ -156,8 +157,6 @@ def _explained(region: RegionOptions, error: Exception) -> RematError | None:
     """What went wrong in terms of the region; None for errors that are the program's own."""
     own = next((cause for cause in causes_of(error) if isinstance(cause, RematError)), None)
     if isinstance(own, InfeasibleBudget):
-        from ..passes.budgets.budget import LOWEST_PLAN_OPTION  # leads to the planners, which most programs never need
-
         advice = f'leave the region to torch.compile(..., backend="remat"), whose option {LOWEST_PLAN_OPTION}'
         return InfeasibleBudget(
             f"region {region.name}: {own}".replace(f"set {LOWEST_PLAN_OPTION} to take", f"{advice} takes")

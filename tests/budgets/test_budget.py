@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
 from remat.compiled.options import Options
-from remat.passes.budgets.budget import Budget, alive_lines
+from remat.passes.budgets.budget import Budget
+from remat.passes.budgets.infeasible import alive_lines, lowest_or_error
 from remat.passes.budgets.text import parse_budget
 from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.storage import find_storages
@@ -302,6 +305,12 @@ def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
 # --- a margin for what a compiler does --------------------------------------------------------------------------------
 
 
+def test_reading_a_budget_loads_no_planner() -> None:
+    found = "[name for name in sys.modules if name.startswith('remat.passes.search')]"
+    code = f"import sys, remat.passes.budgets.budget; found = {found}; assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def _planner(function: Any, *args: torch.Tensor, fuses: bool) -> Planner:
     graph = capture(function, *args).classify()
     costs = price(graph, Roofline({"cpu": Machine(2.0**35, 2.0**34)}, fuses=fuses), fuses=fuses)
@@ -320,21 +329,21 @@ def test_least_budget_that_an_error_names_for_a_compiler_that_fuses_is_accepted(
     planner = _planner(_products, x, weight, fuses=True)
     predicted = planner.lowest.peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as caught:
-        Budget("tight", num_bytes=predicted, margin=0.07).when_infeasible(planner, predicted)
+        lowest_or_error(Budget("tight", num_bytes=predicted, margin=0.07), planner, predicted)
     text = str(caught.value)
     assert f"({predicted} bytes), to which the compiler may add " in text
     least = int(re.search(r"Give at least (\d+) bytes", text)[1])
     assert predicted < least < 1.1 * predicted
     budget = Budget("least", num_bytes=least, margin=0.07)
-    assert budget.when_infeasible(planner, least) is planner.lowest
-    assert planner.within_if_any(budget.safe_bytes(planner, least)).peak_bytes <= least * 0.93
+    assert lowest_or_error(budget, planner, least) is planner.lowest
+    assert planner.within_if_any(budget.safe_bytes(planner.storages, least)).peak_bytes <= least * 0.93
 
 
 def test_budget_that_is_a_byte_too_small_can_be_told_from_the_lowest_peak() -> None:
     planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=False)
     lowest = planner.lowest.peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as caught:
-        Budget("tight", num_bytes=lowest - 1).when_infeasible(planner, lowest - 1)
+        lowest_or_error(Budget("tight", num_bytes=lowest - 1), planner, lowest - 1)
     text = str(caught.value)
     assert f"({lowest - 1} bytes), but the lowest" in text and f"({lowest} bytes)." in text
     assert "0.00 MiB" not in text
@@ -356,16 +365,16 @@ def test_least_fraction_that_an_error_names_is_accepted(fuses: bool) -> None:
     planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=fuses)
     budget = Budget("0.01", fraction=0.01, margin=0.07 * fuses)
     with pytest.raises(remat.InfeasibleBudget) as caught:
-        budget.when_infeasible(planner, budget.resolve(planner))
+        lowest_or_error(budget, planner, budget.resolve(planner))
     given = float(re.search(r"Give at least (0\.\d+) or \d+ bytes", str(caught.value))[1])
     least = replace(budget, fraction=given)
-    assert least.when_infeasible(planner, least.resolve(planner)) is planner.lowest
+    assert lowest_or_error(least, planner, least.resolve(planner)) is planner.lowest
 
 
 def test_warning_that_the_lowest_plan_is_taken_does_not_advise_to_ask_for_it() -> None:
     planner = _planner(_products, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)), fuses=False)
     with pytest.warns(UserWarning, match="the lowest activation peak found") as caught:
-        Budget("1KiB", num_bytes=1024, take_minimum=True).when_infeasible(planner, 1024)
+        lowest_or_error(Budget("1KiB", num_bytes=1024, take_minimum=True), planner, 1024)
     assert not re.search("Give at least|or set", str(caught[0].message))
 
 
@@ -373,14 +382,14 @@ def test_all_that_a_step_takes_is_a_budget_without_a_margin() -> None:
     planner = _planner(lambda x: x.sort(0).values.sum(), torch.randn(64, 64, requires_grad=True), fuses=True)
     assert planner.lowest.peak_bytes == planner.without_recompute.peak_bytes
     budget = Budget("1.0", fraction=1.0, margin=0.07)
-    assert budget.when_infeasible(planner, budget.resolve(planner)) is planner.lowest
+    assert lowest_or_error(budget, planner, budget.resolve(planner)) is planner.lowest
 
 
 def test_least_budget_that_an_error_names_may_be_given() -> None:
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     planner = _planner(_products, x, weight, fuses=True)
     with pytest.raises(remat.InfeasibleBudget, match="Give at least 1024 bytes"):
-        Budget("1B", num_bytes=1).when_infeasible(planner, 1)
+        lowest_or_error(Budget("1B", num_bytes=1), planner, 1)
     assert parse_budget(1024).num_bytes == 1024
 
 
