@@ -30,6 +30,7 @@ from .rewrites.ports import open_ports
 from .search.problem import FlowProblem
 from .sizes.symbols import Sizes
 from .sizes.unknown_sizes import require_known
+from .write.copies import keep_layouts
 from .write.extract import extract
 from .write.halves import Rewrite
 from .write.offload import offload_values
@@ -132,6 +133,8 @@ def _rewrites_for(prepared: Prepared, *, is_told: bool) -> Iterator[Rewrite]:
     if runs_on_cpu:
         yield keep_as_bytes
     yield close_ports
+    if not prepared.storages.executor.fuses:
+        yield keep_layouts
     if is_told:
         yield write_once
         yield keep_products_early

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .copy_op import copied_alike
 from .disk import DiskTensor, goes_to_disk
 
 
@@ -20,6 +21,8 @@ def to_disk_op() -> Any:
     library: Any = torch.library.Library("remat", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("to_disk(Tensor x, str folder) -> Tensor")
     library.impl("to_disk", _to_disk, "CompositeExplicitAutograd")
+    for lazy in ("Conjugate", "Negative"):  # which would be resolved before, into a copy that lies in another way
+        library.impl("to_disk", torch.library.fallthrough_kernel, lazy)
     torch.library.register_fake("remat::to_disk", _like_on_host, lib=library)
     _libraries.append(library)
     return torch.ops.remat.to_disk.default
@@ -32,8 +35,7 @@ def is_to_disk(op: Any) -> bool:
 
 def _to_disk(x: torch.Tensor, folder: str) -> torch.Tensor:
     if not goes_to_disk(x):
-        host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        return host.copy_(x)
+        return copied_alike(x, lambda tensor: tensor.to("cpu", copy=True))
     return DiskTensor(x, folder).read()
 
 

@@ -172,7 +172,7 @@ def _copied(forward: fx.Graph, node: fx.Node) -> fx.Node:
     """A copy of memory that forward overwrites later, taken where the value is defined."""
     with forward.inserting_after(_last_placeholder(forward) if node.op == "placeholder" else node):
         copy = forward.create_node("call_function", torch.ops.aten.clone.default, (node,), name=f"{node.name}_before")
-    copy.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "tensor_meta")}
+    copy.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "tensor_meta", NODE_TAG)}
     copy.meta["val"] = node.meta["val"].clone()
     copy.meta[PARTITIONER_TAG] = "is_forward"
     return copy

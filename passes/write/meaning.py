@@ -24,6 +24,7 @@ from ..graph.constraints import base_of, written_arguments
 from ..graph.joint_graph import JointGraph, backward_inputs, forward_inputs, tensor_of
 from ..graph.overwrite import plain_call
 from ..graph.region_tag import is_port
+from ..shared.copy_op import is_copy_alike
 from ..shared.disk_op import is_to_disk
 from ..shared.errors import VerificationError
 from ..shared.op_facts import facts_of
@@ -258,7 +259,7 @@ def _handed_on(reading: _Reading, node: fx.Node) -> object:
         return State(node)
     if target is operator.getitem:
         return given if isinstance(given, State) and args[1] == 0 else None
-    if is_to_disk(target) or (target is _aten.clone.default and not node.kwargs):
+    if is_to_disk(target) or is_copy_alike(target) or (target is _aten.clone.default and not node.kwargs):
         return given
     if target is _aten._to_copy.default and node.kwargs.keys() <= {"device", "non_blocking", "pin_memory"}:
         return given

@@ -17,7 +17,7 @@ from ..graph.constraints import is_offloaded
 from ..graph.joint_graph import PARTITIONER_TAG
 from ..graph.region_tag import region_of
 from ..shared.disk_op import to_disk_op
-from .halves import Halves
+from .halves import NODE_TAG, Halves
 
 _COPY = torch.ops.aten._to_copy.default
 _CLONE = torch.ops.aten.clone.default
@@ -88,7 +88,7 @@ def _copy_on_disk(graph: fx.Graph, node: fx.Node, folder: str, name: str) -> fx.
 
 
 def _meta_of_copy(node: fx.Node, value: Any) -> dict[str, Any]:
-    kept = {key: kept for key, kept in node.meta.items() if key not in ("desc", "tensor_meta")}
+    kept = {key: kept for key, kept in node.meta.items() if key not in ("desc", "tensor_meta", NODE_TAG)}
     return {**kept, "val": value}
 
 

@@ -17,6 +17,7 @@ from remat.passes.graph.overwrite import overwritten_by
 from remat.passes.memory.moments import COPY_TAG
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
+from remat.passes.shared.copy_op import copy_alike_op
 from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.executor import Executor
 from remat.passes.write.halves import Halves
@@ -133,6 +134,11 @@ def reads_the_copy_as_it_waits(halves: Halves) -> None:
     received.replace_all_uses_with(half, delete_user_cb=lambda user: user is not half)
 
 
+def copies_another_value(halves: Halves) -> None:
+    copy = find(halves.forward.graph, copy_alike_op())
+    copy.args = copy.args[0].args[:1]
+
+
 def turns_masks_around(halves: Halves) -> None:
     find(halves.backward.graph, aten.ne.Scalar).target = aten.eq.Scalar
 
@@ -180,6 +186,7 @@ RUN_IN_ORDER = {"fuses": True, "keeps_order": True}
         (through_regions, {}, "offload_values", reads_the_copy_as_it_waits),
         (through_regions, {}, "offload_values", swaps_what_is_handed_over),
         (through_regions, {}, "close_ports", swaps_what_is_handed_over),
+        (through_regions, {}, "keep_layouts", copies_another_value),
         (masked, {**RUN_IN_ORDER, "prices": RUINOUS}, "keep_as_bytes", turns_masks_around),
         (masked, {**RUN_IN_ORDER, "prices": RUINOUS}, "keep_as_bytes", compares_masks_with_one),
         (twice, RUN_IN_ORDER, "write_once", swaps_gradients),

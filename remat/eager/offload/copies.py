@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from remat.passes.shared.copy_op import copied_alike
 from remat.passes.shared.disk import DiskTensor, goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch
 
@@ -37,16 +38,15 @@ class Offloaded:
         self._loaded: torch.Tensor | None = None
         self._is_ready: Any = None
         if tensor.device.type in _COPIED_PLAINLY:
-            self._host = tensor.detach().clone()
+            self._host = copied_alike(tensor.detach())
         else:
             self._host = self._copy_out(tensor.detach())
 
     def _copy_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream, current = _stream(tensor.device), torch.accelerator.current_stream(tensor.device)
         stream.wait_stream(current)
         with stream:
-            host.copy_(tensor, non_blocking=True)
+            host = copied_alike(tensor, _to_pinned)
         tensor.record_stream(stream)
         return host
 
@@ -61,13 +61,13 @@ class Offloaded:
             return
         stream = _stream(self._device)
         with stream:
-            self._loaded = self._host.to(self._device, non_blocking=True)
+            self._loaded = copied_alike(self._host, lambda host: host.to(self._device, non_blocking=True))
             self._is_ready = stream.record_event()
 
     def load(self) -> torch.Tensor:
         """Return the tensor on its device; it is not kept there."""
         if self._device.type in _COPIED_PLAINLY:
-            return self._host.clone()
+            return copied_alike(self._host)
         self.prefetch()
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
@@ -75,6 +75,11 @@ class Offloaded:
         current.wait_event(self._is_ready)
         loaded.record_stream(current)
         return loaded
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to pinned memory without waiting; the strides are those that a copy on the device would have."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class OnDisk:
@@ -100,7 +105,7 @@ class OnDisk:
     def load(self) -> torch.Tensor:
         """Return the tensor on its device. On the CPU it is the file's pages, and a write to it copies the page."""
         host = self.host
-        return host if self._device.type == "cpu" else host.to(self._device)
+        return host if self._device.type == "cpu" else copied_alike(host, lambda x: x.to(self._device))
 
 
 Away = Offloaded | OnDisk

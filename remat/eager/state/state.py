@@ -22,6 +22,7 @@ from remat.eager.state.reach import Name, Reached, each_name, module_tree, name_
 from remat.eager.types.errors import CheckpointError
 from remat.eager.types.hooks import may_be_sharded
 from remat.eager.types.memory import storage_id
+from remat.passes.shared.copy_op import copied_alike
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
 _GONE = -2  # the version of a tensor that is no more
@@ -57,9 +58,9 @@ def _stamp(buffer: torch.Tensor) -> Stamp:
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a buffer unseen by dispatch modes: to the policy of a region around, this is no op of the user's."""
     if type(tensor) is not torch.Tensor:
-        return tensor.detach().clone()
+        return copied_alike(tensor.detach())
     with DisableTorchDispatch():
-        return tensor.detach().clone()
+        return copied_alike(tensor.detach())
 
 
 def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
