@@ -7,35 +7,16 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from .graph.constraints import find_constraints
-from .graph.joint_graph import JointGraph
-from .inductor.kernels import Held, held_between
-from .inductor.masks import keep_as_bytes
-from .inductor.rewrites import keep_products_early, repeat_exponentials, write_once
-from .memory.legal import verify_schedule
-from .memory.shares import Shares
-from .memory.simulate import simulate
-from .memory.storage import find_storages
-from .plans.plan import Plan
-from .plans.request import Prepared, Request
-from .plans.stored import apply_plan
-from .plans.write_plan import Chosen, choose_plan
-from .prices.cost import price
-from .ranges.limits import byte_limits
-from .ranges.ranges import choose_for_range
-from .rewrites.dropout import take_dropout_apart
-from .rewrites.gradients import lay_out_gradients
-from .rewrites.losses import copy_losses_out
-from .rewrites.ports import open_ports
-from .search.problem import FlowProblem
-from .sizes.symbols import Sizes
-from .sizes.unknown_sizes import require_known
-from .write.copies import keep_layouts
-from .write.extract import extract
-from .write.halves import Rewrite
-from .write.offload import offload_values
-from .write.ports import close_ports
-from .write.verify import verify
+from .graph import JointGraph, find_constraints
+from .inductor import Held, held_between, keep_as_bytes, keep_products_early, repeat_exponentials, write_once
+from .memory import Shares, find_storages, simulate, verify_schedule
+from .plans import Chosen, Plan, Prepared, Request, apply_plan, choose_plan
+from .prices import price
+from .ranges import byte_limits, choose_for_range
+from .rewrites import copy_losses_out, lay_out_gradients, open_ports, take_dropout_apart
+from .search import FlowProblem
+from .sizes import Sizes, require_known
+from .write import Rewrite, close_ports, extract, keep_layouts, offload_values, verify
 
 
 class Observer:

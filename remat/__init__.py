@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import compat, policies, wiring, wrappers
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
-from .passes.plans.contents import Action, Decision
-from .passes.plans.plan import Plan
-from .passes.prices.op_call import OpCall
-from .passes.shared.errors import (
+from .passes.plans import Action, Decision, Plan
+from .passes.prices import OpCall
+from .passes.shared import (
     InfeasibleBudget,
     InfeasibleCut,
     OffloadError,
@@ -17,16 +16,12 @@ from .passes.shared.errors import (
     RematError,
     VerificationError,
 )
-from .regions.applied import Applied, apply, remove
-from .regions.engines import plan_with
-from .regions.naming import name
-from .regions.region import checkpoint_region, is_recomputing
+from .regions import Applied, apply, checkpoint_region, is_recomputing, name, plan_with, remove
 from .version import __version__
 from .wiring import partitioner
 
 if TYPE_CHECKING:
-    from .report import Report, explain, observe
-    from .report.frontier.frontier import pareto
+    from .report import Report, explain, observe, pareto
 
 __all__ = [
     "Action",
@@ -70,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name == "partitioner":
         return partitioner
     if name in ("pareto", "Pareto"):
-        from .report.frontier import frontier
+        from .report import frontier
 
         return getattr(frontier, name)
     if name in ("explain", "observe", "Report"):

@@ -1,6 +1,6 @@
 """Every name of `torch.utils.checkpoint`, with the same signatures, over remat's engine."""
 
-from .eager.torch_api.checkpoint import (
+from .eager import (
     SAC_IGNORED_OPS,
     CheckpointError,
     CheckpointFunction,

@@ -1,6 +1,6 @@
 """Ready-made policies for regions; each also works when handed to torch's own selective checkpointing."""
 
-from .regions.policies import (
+from .regions import (
     by_module,
     bytes_above,
     bytes_below,

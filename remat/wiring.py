@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .regions.engines import Runner
-from .regions.region import RegionOptions
+from .regions import RegionOptions, Runner
 
 
 def backend(
@@ -23,9 +22,8 @@ def backend(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph: what `torch.compile(backend="remat")` calls."""
-    from .compiled.backend import compile_graph
-    from .compiled.options import Options
-    from .report.publishing import Publisher
+    from .compiled import Options, compile_graph
+    from .report import Publisher
 
     return compile_graph(gm, example_inputs, Options.parse(options, mode), watch=Publisher)
 
@@ -38,14 +36,14 @@ def partitioner(*, inner: str = "inductor", **options: Any) -> Any:
     for everything that runs the graph node by node.
     """
     from .compiled import partitioner as compiled
-    from .report.publishing import Publisher
+    from .report import Publisher
 
     return compiled.partitioner(watch=Publisher, inner=inner, **options)
 
 
 def run_planned(region: RegionOptions, unplanned: Runner) -> Runner:
     """What runs the calls of a region with a budget outside of torch.compile."""
-    from .compiled.budgeted import PlannedRegion
-    from .report.publishing import Publisher
+    from .compiled import PlannedRegion
+    from .report import Publisher
 
     return PlannedRegion(region, unplanned, Publisher)

@@ -1,6 +1,6 @@
 """Every name of torch's checkpoint wrappers, over remat's engine."""
 
-from .regions.wrappers import (
+from .regions import (
     ActivationWrapper,
     CheckpointImpl,
     CheckpointWrapper,

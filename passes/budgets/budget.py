@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..memory.storage import Storages
-    from ..search.planner import Planner
+    from ..memory import Storages
+    from ..search import Planner
 
 SMALLEST_BYTES = 1024
 """A smaller whole number is more likely a slip than a size: 1 is neither 1.0 nor one byte."""

@@ -8,16 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch.fx as fx
 
-from ..graph.constraints import Reason
-from ..graph.joint_graph import JointGraph
-from ..graph.region_tag import policy_of, region_of
-from ..memory.simulate import Memory, Simulation
-from ..search.bench import Offer
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
-from ..shared.errors import InfeasibleBudget
-from ..shared.readable import exact_size, size
-from ..shared.source import source_line
+from ..graph import JointGraph, Reason, policy_of, region_of
+from ..memory import Memory, Simulation
+from ..search import FlowProblem, Offer, Planner
+from ..shared import InfeasibleBudget, exact_size, size, source_line
 from .budget import LOWEST_PLAN_OPTION, SMALLEST_BYTES, Budget
 
 MOST_POLICIES, MOST_NAMED = 5, 3

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..memory.shares import NO_SHARES, Shares
-from ..memory.simulate import Simulation
-from ..memory.storage import Storages
-from ..search.bench import Bench, Offer
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
+from ..memory import NO_SHARES, Shares, Simulation, Storages
+from ..search import Bench, FlowProblem, Offer, Planner
 from .budget import Budget, RegionShare
 from .infeasible import lowest_or_error
 from .regions import choose_within_shares, meet_regions

@@ -12,14 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..memory.schedule import Schedule
-from ..memory.shares import Limits, SharePeak
-from ..memory.simulate import Simulation
-from ..search.bench import Bench, Offer, by_peak, by_time
-from ..search.improve import Improver
-from ..search.moves import Candidate
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
+from ..memory import Limits, Schedule, SharePeak, Simulation
+from ..search import Bench, Candidate, FlowProblem, Improver, Offer, Planner, by_peak, by_time
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from ..memory.shares import Limits, Shares
-from ..memory.simulate import Simulation
-from ..search.bench import Offer
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
-from ..shared.errors import InfeasibleBudget
+from ..memory import Limits, Shares, Simulation
+from ..search import FlowProblem, Offer, Planner
+from ..shared import InfeasibleBudget
 from .budget import Budget, RegionShare
 from .infeasible import advice, alive_lines, explain_minimum, op_at, policies_that_keep, sizes_compared
 from .region_search import ShareSearch, best_within, planner_within, reconciled, search_shares, unit_of

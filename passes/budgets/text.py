@@ -7,7 +7,7 @@ import numbers
 import re
 from typing import Any
 
-from ..shared.errors import OptionError
+from ..shared import OptionError
 from .budget import SMALLEST_BYTES, Budget
 
 UNITS = {

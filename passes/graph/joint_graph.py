@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..shared.op_facts import OpFacts, facts_of, facts_of_call
+from ..shared import OpFacts, facts_of, facts_of_call
 from ..torch_private import (
     AOTInput,
     AOTOutput,

@@ -13,9 +13,8 @@ from itertools import accumulate
 
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph
-from ..memory.simulate import Simulation
-from ..memory.storage import Storages
+from ..graph import JointGraph
+from ..memory import Simulation, Storages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

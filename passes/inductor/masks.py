@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import PARTITIONER_TAG
-from ..shared.op_facts import facts_of
-from ..write.halves import Halves
+from ..graph import PARTITIONER_TAG
+from ..shared import facts_of
+from ..write import Halves
 from .readers import is_inlined, readers_of
 
 _CONVERT = torch.ops.prims.convert_element_type.default

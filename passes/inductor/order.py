@@ -19,8 +19,8 @@ from heapq import heapify, heappop, heappush
 
 import torch.fx as fx
 
-from ..memory.moments import COPY_TAG, MOMENT_TAG, Moment
-from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, facts_of
+from ..memory import COPY_TAG, MOMENT_TAG, Moment
+from ..shared import FUSED_KINDS, INLINED_KINDS, facts_of
 from .readers import readers_of
 
 _REDUCTIONS = FUSED_KINDS - INLINED_KINDS

@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ..memory.moments import COPY_TAG, MOMENT_TAG
-from ..shared.op_facts import INLINED_KINDS, facts_of
+from ..memory import COPY_TAG, MOMENT_TAG
+from ..shared import INLINED_KINDS, facts_of
 from ..torch_private import REALIZE_TAG
-from ..write.halves import Halves
+from ..write import Halves
 from .readers import is_inlined, is_loop, readers_of
 
 _ADD, _TIMES, _PRODUCT = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default

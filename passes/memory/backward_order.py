@@ -16,10 +16,9 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ..graph.constraints import split_closing_writes
-from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..shared.op_facts import Kind
-from ..sizes.tensor_specs import hint_of
+from ..graph import JointGraph, Role, split_closing_writes, tensor_of
+from ..shared import Kind
+from ..sizes import hint_of
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
 """What may stand between the op that finishes a gradient and the gradient: another type, and the same memory after."""

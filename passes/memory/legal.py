@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import torch.fx as fx
 
-from ..graph.constraints import Constraints, base_of, written_arguments
-from ..graph.joint_graph import FORWARD_SIDE, JointGraph, Role, backward_inputs
-from ..shared.errors import VerificationError
+from ..graph import FORWARD_SIDE, Constraints, JointGraph, Role, backward_inputs, base_of, written_arguments
+from ..shared import VerificationError
 from .schedule import Schedule
 
 

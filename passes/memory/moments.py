@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..graph.joint_graph import JointGraph
-from ..shared.op_facts import FUSED_KINDS
+from ..graph import JointGraph
+from ..shared import FUSED_KINDS
 from .schedule import Schedule
 
 COPY_TAG = "remat_copy_of"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..sizes.expressions import NotExpressible, largest_of, write
-from ..sizes.symbols import Sizes, Terms
+from ..sizes import NotExpressible, Sizes, Terms, largest_of, write
 from ..torch_private import symbol_bounds
 from .simulate import Memory, Simulation
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ..graph.constraints import Constraint, Constraints
-from ..graph.joint_graph import FORWARD_SIDE, JointGraph, Role
-from ..graph.region_tag import preserves_rng_state
+from ..graph import FORWARD_SIDE, Constraint, Constraints, JointGraph, Role, preserves_rng_state
 from .backward_order import roots
 
 

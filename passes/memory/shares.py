@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..graph.joint_graph import JointGraph
-from ..graph.region_tag import RegionBudget, budgets_around
+from ..graph import JointGraph, RegionBudget, budgets_around
 from .simulate import Simulation
 from .storage import Storages
 

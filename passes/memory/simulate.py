@@ -21,8 +21,8 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph, Role
-from ..sizes.symbols import NO_SIZE, SizeNumber, Sizes, terms_of
+from ..graph import JointGraph, Role
+from ..sizes import NO_SIZE, SizeNumber, Sizes, terms_of
 from .schedule import Schedule
 from .storage import Storages
 

@@ -16,15 +16,20 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.constraints import base_is_viewed, base_of
-from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..graph.layouts import is_certain, is_laid_out_by_itself
-from ..graph.overwrite import hides_sharing, overwritable
-from ..rewrites.gradients import left_over
-from ..rewrites.losses import holds_elements
-from ..shared.executor import Executor
-from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from ..sizes.symbols import SizeNumber, Sizes, terms_of
+from ..graph import (
+    JointGraph,
+    Role,
+    base_is_viewed,
+    base_of,
+    hides_sharing,
+    is_certain,
+    is_laid_out_by_itself,
+    overwritable,
+    tensor_of,
+)
+from ..rewrites import holds_elements, left_over
+from ..shared import FUSED_KINDS, INLINED_KINDS, Executor, Kind
+from ..sizes import SizeNumber, Sizes, terms_of
 from .workspace import workspace_of
 
 SMALLEST_REDUCTION = 8

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..sizes.symbols import Sizes
+from ..sizes import Sizes
 from ..torch_private import expression_of, sympy_functions
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

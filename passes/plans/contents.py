@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..budgets.budget import RegionShare
-from ..graph.constraints import Reason
-from ..shared.fields import NOT_STORED
-from ..sizes.symbols import SizeSymbol
+from ..budgets import RegionShare
+from ..graph import Reason
+from ..shared import NOT_STORED
+from ..sizes import SizeSymbol
 
 
 class Action(Enum):

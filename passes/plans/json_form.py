@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from ..shared.fields import Damaged, read, refused, shown, stored
+from ..shared import Damaged, read, refused, shown, stored
 from .contents import Decision, PlanContents
 
 P = TypeVar("P", bound=PlanContents)

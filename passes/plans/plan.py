@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ..shared.files import parsed_file, replace_file
-from ..shared.readable import size
+from ..shared import parsed_file, replace_file, size
 from .contents import PlanContents
 from .json_form import digest_of, plan_to_json, read_plans
 from .sizes import plan_at, size_lines, sizes_text

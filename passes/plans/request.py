@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..budgets.budget import Budget
-from ..memory.storage import Storages
-from ..prices.cost import CostModel
-from ..search.problem import FlowProblem
-from ..shared.executor import NODE_BY_NODE, Executor
+from ..budgets import Budget
+from ..memory import Storages
+from ..prices import CostModel
+from ..search import FlowProblem
+from ..shared import NODE_BY_NODE, Executor
 from .plan import Plan
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..shared.errors import OptionError
-from ..shared.readable import size
-from ..sizes.expressions import evaluate, evaluate_real, rounded
-from ..sizes.symbols import Origin, SizeSymbol
+from ..shared import OptionError, size
+from ..sizes import Origin, SizeSymbol, evaluate, evaluate_real, rounded
 from .contents import Decision, PlanContents, SymbolRange
 
 P = TypeVar("P", bound=PlanContents)

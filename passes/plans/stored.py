@@ -12,18 +12,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..graph.constraints import Constraints
-from ..graph.joint_graph import JointGraph, describe_graph
-from ..graph.region_tag import region_of
-from ..memory.legal import verify_schedule
-from ..memory.schedule import Schedule, Scheduler
-from ..memory.simulate import simulate
-from ..memory.storage import Storages, find_storages
-from ..search.problem import FlowProblem
-from ..shared.errors import PlanMismatch, VerificationError
-from ..shared.executor import Executor
-from ..sizes.expressions import evaluate, is_true, to_sympy
-from ..sizes.symbols import Sizes
+from ..graph import Constraints, JointGraph, describe_graph, region_of
+from ..memory import Schedule, Scheduler, Storages, find_storages, simulate, verify_schedule
+from ..search import FlowProblem
+from ..shared import Executor, PlanMismatch, VerificationError
+from ..sizes import Sizes, evaluate, is_true, to_sympy
 from .contents import Action
 from .plan import Plan
 from .write_plan import Chosen

@@ -9,20 +9,13 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..budgets.budget import Budget
-from ..budgets.pick import Picked, pick
-from ..graph.constraints import Reason, base_is_viewed, is_offloaded
-from ..graph.joint_graph import JointGraph, Role, describe_graph, tensor_of
-from ..graph.region_tag import region_fields
-from ..memory.peaks import PeakTerms, peak_terms, terms_text
-from ..memory.schedule import Schedule
-from ..memory.simulate import Simulation
-from ..memory.storage import Storages
-from ..prices.cost import TICKS_PER_SECOND
-from ..search.problem import FlowProblem
-from ..shared.module_path import path_of_node
-from ..shared.source import source_line
-from ..sizes.symbols import Sizes, describe
+from ..budgets import Budget, Picked, pick
+from ..graph import JointGraph, Reason, Role, base_is_viewed, describe_graph, is_offloaded, region_fields, tensor_of
+from ..memory import PeakTerms, Schedule, Simulation, Storages, peak_terms, terms_text
+from ..prices import TICKS_PER_SECOND
+from ..search import FlowProblem
+from ..shared import path_of_node, source_line
+from ..sizes import Sizes, describe
 from .contents import Action, Decision, PredictedPeak
 from .keeping import Runs
 from .plan import Plan

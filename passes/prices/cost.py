@@ -22,13 +22,9 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..shared.errors import OptionError, RematError
-from ..shared.fingerprint import fingerprint
-from ..shared.op_facts import Kind
-from ..sizes.expressions import largest
-from ..sizes.symbols import Sizes
-from ..sizes.tensor_specs import TensorSpec
+from ..graph import JointGraph, Role, tensor_of
+from ..shared import Kind, OptionError, RematError, fingerprint
+from ..sizes import Sizes, TensorSpec, largest
 from ..torch_private import without_modes
 from .op_call import UNKNOWN_USE, OpCall, SizesLike, Use, call_of
 from .uses import find_uses

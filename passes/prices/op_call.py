@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from ..shared.op_facts import OpFacts, facts_of_call
-from ..sizes.tensor_specs import TensorSpec, hint_of, spec_of
+from ..shared import OpFacts, facts_of_call
+from ..sizes import TensorSpec, hint_of, spec_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..shared.op_facts import FUSED_KINDS, INLINED_KINDS, Kind
-from ..sizes.symbols import Sizes
+from ..graph import JointGraph, Role, tensor_of
+from ..shared import FUSED_KINDS, INLINED_KINDS, Kind
+from ..sizes import Sizes
 from .op_call import UNKNOWN_USE, Use
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..sizes.symbols import Sizes
+from ..sizes import Sizes
 from ..torch_private import symbol_bounds
 
 LARGEST_SIZE = 2**40

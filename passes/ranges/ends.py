@@ -10,14 +10,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from ..memory.schedule import Scheduler
-from ..memory.simulate import Simulator
-from ..memory.storage import Storages
-from ..search.bench import Bench, Offer, by_time
-from ..search.chain import chain_offers, follow, offers_within, tell
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
-from ..sizes.symbols import Sizes
+from ..memory import Scheduler, Simulator, Storages
+from ..search import Bench, FlowProblem, Offer, Planner, by_time, chain_offers, follow, offers_within, tell
+from ..sizes import Sizes
 
 
 class EndPlanner:

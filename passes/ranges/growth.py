@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..sizes.symbols import Sizes, integers
+from ..sizes import Sizes, integers
 from ..torch_private import guards_of, symbol_bounds
 
 FAR = 2**20

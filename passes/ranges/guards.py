@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..memory.peaks import sum_grows
-from ..sizes.expressions import NotExpressible, write
-from ..sizes.symbols import Sizes, integers
+from ..memory import sum_grows
+from ..sizes import NotExpressible, Sizes, integers, write
 from ..torch_private import sympy_functions
 from .along import largest_where, smallest_where
 from .limits import Bounded

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..budgets.budget import Budget
-from ..memory.peaks import PeakTerms
-from ..memory.shares import Shares
-from ..memory.simulate import Memory
-from ..sizes.symbols import Sizes
+from ..budgets import Budget
+from ..memory import Memory, PeakTerms, Shares
+from ..sizes import Sizes
 
 Counts = Callable[[Memory], bool] | None
 

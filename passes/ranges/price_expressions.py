@@ -14,13 +14,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph, Role, tensor_of
-from ..prices.cost import TICKS_PER_SECOND, CostModel, Costs, Formulas
-from ..prices.op_call import UNKNOWN_USE, OpCall, Use, call_of
-from ..shared.errors import RematError
-from ..sizes.expressions import NotExpressible, largest_of, weighted_sum
-from ..sizes.symbols import Sizes
-from ..sizes.tensor_specs import TensorSpec
+from ..graph import JointGraph, Role, tensor_of
+from ..prices import TICKS_PER_SECOND, UNKNOWN_USE, CostModel, Costs, Formulas, OpCall, Use, call_of
+from ..shared import RematError
+from ..sizes import NotExpressible, Sizes, TensorSpec, largest_of, weighted_sum
 from ..torch_private import expression_of
 
 Polynomial = tuple[tuple[Any, float], ...]

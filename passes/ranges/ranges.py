@@ -26,19 +26,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..budgets.pick import Picked, pick, pick_from
-from ..memory.peaks import peak_terms
-from ..memory.schedule import Schedule
-from ..memory.shares import Shares
-from ..memory.simulate import Simulation
-from ..memory.storage import Storages, storages_at
-from ..plans.request import Prepared, Request
-from ..plans.write_plan import Chosen, write_plan
-from ..prices.cost import CostModel, price
-from ..search.bench import Bench, Offer, extra_ticks
-from ..search.planner import Planner
-from ..search.problem import FlowProblem
-from ..sizes.symbols import Sizes
+from ..budgets import Picked, pick, pick_from
+from ..memory import Schedule, Shares, Simulation, Storages, peak_terms, storages_at
+from ..plans import Chosen, Prepared, Request, write_plan
+from ..prices import CostModel, price
+from ..search import Bench, FlowProblem, Offer, Planner, extra_ticks
+from ..sizes import Sizes
 from ..torch_private import add_guard, fixed_ranges, symbol_bounds
 from .ends import EndPlanner
 from .growth import Growth

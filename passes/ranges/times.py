@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from ..plans.contents import Action, Decision, TimeExpressions
-from ..plans.request import Prepared, Request
-from ..plans.write_plan import Chosen
-from ..sizes.expressions import NotExpressible
+from ..plans import Action, Chosen, Decision, Prepared, Request, TimeExpressions
+from ..sizes import NotExpressible
 from .price_expressions import Price, Prices, general_prices, total_of, total_text
 
 NOT_KNOWN = "times are those of the example: the cost model says nothing of other sizes"

@@ -10,14 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..memory.peaks import PeakTerms, peak_terms, sum_grows
-from ..memory.shares import Shares
-from ..memory.simulate import simulate
-from ..plans.contents import SymbolRange
-from ..plans.request import Prepared, Request
-from ..plans.write_plan import Chosen
-from ..search.bench import Bench
-from ..sizes.symbols import Sizes
+from ..memory import PeakTerms, Shares, peak_terms, simulate, sum_grows
+from ..plans import Chosen, Prepared, Request, SymbolRange
+from ..search import Bench
+from ..sizes import Sizes
 from ..torch_private import symbol_bounds
 from .along import LARGEST_SIZE, largest_where, last_where
 from .limits import byte_limits

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import tensor_of
-from ..shared.mask_op import bernoulli_like_op
+from ..graph import tensor_of
+from ..shared import bernoulli_like_op
 
 _aten = torch.ops.aten
 

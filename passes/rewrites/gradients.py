@@ -20,10 +20,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from ..graph.joint_graph import PARTITIONER_TAG, leaves, output_descriptors, tensor_of
-from ..graph.region_tag import views
-from ..shared.op_facts import facts_of
-from ..sizes.tensor_specs import hint_of
+from ..graph import PARTITIONER_TAG, leaves, output_descriptors, tensor_of, views
+from ..shared import facts_of
+from ..sizes import hint_of
 from ..torch_private import GradAOTOutput, PlainAOTInput, statically_at_least, statically_equal
 
 _aten = torch.ops.aten

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import tensor_of
-from ..shared.op_facts import facts_of
+from ..graph import tensor_of
+from ..shared import facts_of
 
 
 def copy_losses_out(joint: fx.GraphModule) -> None:

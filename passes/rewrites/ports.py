@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import is_tagged_backward, tensor_of
-from ..graph.region_tag import PORT_TAG, policy_of, region_of, region_of_formula, repair_tags, untag
-from ..shared.policy import RECOMPUTES
+from ..graph import PORT_TAG, is_tagged_backward, policy_of, region_of, region_of_formula, repair_tags, tensor_of, untag
+from ..shared import RECOMPUTES
 
 
 def open_ports(joint: fx.GraphModule) -> None:

@@ -10,10 +10,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph.joint_graph import Role
-from ..memory.schedule import Schedule, Scheduler
-from ..memory.simulate import Simulation, Simulator
-from ..memory.storage import Storages
+from ..graph import Role
+from ..memory import Schedule, Scheduler, Simulation, Simulator, Storages
 from .problem import FlowProblem
 from .tuning import Tuning, is_long, is_small, tuning_for
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ..graph.joint_graph import JointGraph, Role
-from ..memory.backward_order import roots
+from ..graph import JointGraph, Role
+from ..memory import roots
 from .problem import FlowProblem
 from .tuning import Tuning
 

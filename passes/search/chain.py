@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ..graph.joint_graph import Role
-from ..memory.schedule import Schedule
-from ..memory.simulate import Simulation
+from ..graph import Role
+from ..memory import Schedule, Simulation
 from .bench import Bench, Offer
 from .blocks import Block, find_blocks
 from .ladder import End, keep_least, ladder, narrow

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-from ..memory.schedule import Scheduler
+from ..memory import Scheduler
 from .min_cut import Choice
 from .problem import FlowProblem
 from .tuning import Tuning

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..graph.joint_graph import Role
-from ..memory.schedule import Schedule, Scheduler
-from ..memory.simulate import Simulation
+from ..graph import Role
+from ..memory import Schedule, Scheduler, Simulation
 from .problem import FlowProblem
 
 

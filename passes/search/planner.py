@@ -11,7 +11,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 
-from ..memory.simulate import Simulation
+from ..memory import Simulation
 from .bench import Bench, Offer, by_excess, by_peak, by_time
 from .chain import Chain, chain_offers, lowest_levels
 from .improve import Improver

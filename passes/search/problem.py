@@ -10,11 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..graph.constraints import Constraint, Constraints, Reason, base_is_viewed, explain_policy
-from ..graph.joint_graph import JointGraph
-from ..prices.cost import Costs
-from ..shared.errors import InfeasibleCut
-from ..shared.source import source_line
+from ..graph import Constraint, Constraints, JointGraph, Reason, base_is_viewed, explain_policy
+from ..prices import Costs
+from ..shared import InfeasibleCut, source_line
 from .min_cut import FORBIDDEN, Choice, Contradiction, Cut, Network, Price, solve_network
 
 PREFERENCE = 4

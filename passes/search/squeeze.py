@@ -6,7 +6,7 @@ number of nodes simulated, so that equal graphs give equal plans.
 
 from __future__ import annotations
 
-from ..memory.simulate import Simulation
+from ..memory import Simulation
 from .bench import Bench, Offer, by_peak
 from .moves import Candidate, Move, Moves, excess_bytes
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NewType
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import describe_value
+from ..graph import describe_value
 from ..torch_private import example_values, expression_of, known_upper_bounds, shape_env_of, symbol_bounds
 from .tensor_specs import TensorSpec, spec_of
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ..graph.joint_graph import JointGraph
-from ..shared.errors import OptionError
-from ..shared.source import source_line
+from ..graph import JointGraph
+from ..shared import OptionError, source_line
 from ..torch_private import expression_of
 from .symbols import Sizes
 

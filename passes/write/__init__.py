@@ -5,3 +5,22 @@ two graphs has to stand for a node of the joint graph.
 
 Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges
 """
+
+from __future__ import annotations
+
+from .copies import keep_layouts
+from .extract import extract
+from .halves import Halves, Rewrite
+from .offload import offload_values
+from .ports import close_ports
+from .verify import verify
+
+__all__ = [
+    "Halves",
+    "Rewrite",
+    "close_ports",
+    "extract",
+    "keep_layouts",
+    "offload_values",
+    "verify",
+]

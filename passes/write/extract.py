@@ -19,19 +19,19 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from ..graph.constraints import Constraints, written_arguments
-from ..graph.joint_graph import (
+from ..graph import (
     PARTITIONER_TAG,
+    Constraints,
     JointGraph,
     Role,
     backward_inputs,
     forward_inputs,
     is_backward_state,
     output_descriptors,
+    write_over,
+    written_arguments,
 )
-from ..graph.overwrite import write_over
-from ..memory.moments import COPY_TAG, MOMENT_TAG, moments_of
-from ..memory.schedule import Schedule
+from ..memory import COPY_TAG, MOMENT_TAG, Schedule, moments_of
 from ..torch_private import (
     REALIZE_TAG,
     FakeScriptObject,

@@ -20,14 +20,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.constraints import base_of, written_arguments
-from ..graph.joint_graph import JointGraph, backward_inputs, forward_inputs, tensor_of
-from ..graph.overwrite import plain_call
-from ..graph.region_tag import is_port
-from ..shared.copy_op import is_copy_alike
-from ..shared.disk_op import is_to_disk
-from ..shared.errors import VerificationError
-from ..shared.op_facts import facts_of
+from ..graph import (
+    JointGraph,
+    backward_inputs,
+    base_of,
+    forward_inputs,
+    is_port,
+    plain_call,
+    tensor_of,
+    written_arguments,
+)
+from ..shared import VerificationError, facts_of, is_copy_alike, is_to_disk
 from ..torch_private import is_sym_node, run_and_save_rng_state, run_with_rng_state
 from .halves import NODE_TAG, Halves
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.constraints import is_offloaded
-from ..graph.joint_graph import PARTITIONER_TAG
-from ..graph.region_tag import region_of
-from ..shared.disk_op import to_disk_op
+from ..graph import PARTITIONER_TAG, is_offloaded, region_of
+from ..shared import to_disk_op
 from .halves import NODE_TAG, Halves
 
 _COPY = torch.ops.aten._to_copy.default

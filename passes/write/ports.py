@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ..graph.region_tag import is_port
+from ..graph import is_port
 from .halves import Halves
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..graph.joint_graph import PARTITIONER_TAG
+from ..graph import PARTITIONER_TAG
 from ..torch_private import FakeTensor, run_and_save_rng_state, run_with_rng_state, without_modes
 from .halves import NODE_TAG
 

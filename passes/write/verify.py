@@ -12,12 +12,9 @@ from collections.abc import Mapping
 
 import torch.fx as fx
 
-from ..graph.joint_graph import JointGraph, Role
-from ..graph.overwrite import hides_sharing, overwritten_by
-from ..graph.region_tag import preserves_rng_state
-from ..memory.moments import COPY_TAG
-from ..shared.errors import VerificationError
-from ..shared.op_facts import facts_of, facts_of_call
+from ..graph import JointGraph, Role, hides_sharing, overwritten_by, preserves_rng_state
+from ..memory import COPY_TAG
+from ..shared import VerificationError, facts_of, facts_of_call
 from .halves import Halves
 from .meaning import verify_meaning
 

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..compiled.frontier_file import no_frontier
-from ..passes.shared.errors import InfeasibleBudget, OptionError, RematError
-from ..passes.shared.files import form_of, parsed_file
+from ..compiled import no_frontier
+from ..passes.shared import InfeasibleBudget, OptionError, RematError, form_of, parsed_file
 from ..version import __version__
 from .program_error import in_one_line, wants_traceback
 
@@ -202,9 +201,7 @@ def _add_pareto(commands: Any) -> None:
 
 
 def _explain(asked: argparse.Namespace) -> int:
-    from ..report import explain
-    from ..report.frontier.frontier import pareto
-    from ..report.report import FORMS
+    from ..report import FORMS, explain, pareto
 
     _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model}
@@ -259,9 +256,8 @@ def _hand_over(report: Any, asked: argparse.Namespace, why: Any, *, full: bool =
 
 
 def _show(asked: argparse.Namespace) -> int:
-    from ..passes.plans.plan import Plan
-    from ..report import Report
-    from ..report.report import FORMS
+    from ..passes.plans import Plan
+    from ..report import FORMS, Report
 
     _check_output(asked, FORMS)
     text = parsed_file(asked.file, lambda text: no_frontier(text, asked.file))
@@ -279,8 +275,8 @@ def _show(asked: argparse.Namespace) -> int:
 
 def _show_at(asked: argparse.Namespace) -> int:
     """Show the plans of a file at other sizes."""
-    from ..passes.plans.sizes import plans_at
-    from ..report.forms.diff import load_plans
+    from ..passes.plans import plans_at
+    from ..report import load_plans
 
     if asked.why or asked.full or asked.output:
         raise OptionError("--set shows plans at other sizes; --why, --full and -o are for the sizes of the example")
@@ -310,7 +306,7 @@ def _is_report(text: str) -> bool:
 
 
 def _diff(asked: argparse.Namespace) -> int:
-    from ..report.forms.diff import compare, load_plans
+    from ..report import compare, load_plans
 
     found = compare(load_plans(asked.before), load_plans(asked.after))
     print(found.to_json() if asked.json else found)
@@ -318,7 +314,7 @@ def _diff(asked: argparse.Namespace) -> int:
 
 
 def _pareto(asked: argparse.Namespace) -> int:
-    from ..report.frontier.frontier import FORMS, pareto
+    from ..report import FORMS, pareto
 
     _check_output(asked, FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model, "num_budgets": asked.num_budgets}

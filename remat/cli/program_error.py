@@ -8,9 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..passes.shared.errors import RematError, causes_of
-from ..passes.shared.source import source_line
-from ..passes.shared.whose import Whose, is_users, whose
+from ..passes.shared import RematError, Whose, causes_of, is_users, source_line, whose
 
 DEBUG = "REMAT_DEBUG"
 """An environment variable: with it, errors come with their traceback."""

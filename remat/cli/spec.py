@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..passes.shared.errors import OptionError
+from ..passes.shared import OptionError
 from ..passes.torch_private import fake_mode
 
 DTYPES = {

@@ -5,3 +5,25 @@ see the plans is handed in as a watcher.
 
 Imports: passes, eager, regions
 """
+
+from __future__ import annotations
+
+from .asked import check_call
+from .backend import compile_graph
+from .budgeted import PlannedRegion
+from .capture import Captured, Split, capture
+from .options import Options, no_frontier
+from .partitioner import Partitioner, paused_collector
+
+__all__ = [
+    "Captured",
+    "Options",
+    "Partitioner",
+    "PlannedRegion",
+    "Split",
+    "capture",
+    "check_call",
+    "compile_graph",
+    "no_frontier",
+    "paused_collector",
+]

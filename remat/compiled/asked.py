@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..passes.shared.errors import OptionError
+from ..passes.shared import OptionError
 
 
 def check_call(asking: Callable[..., Any], function: Any, kwargs: Mapping[str, Any]) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..passes.budgets.budget import LOWEST_PLAN_OPTION
-from ..passes.inductor.kernels import Excess, PeakExceeded
-from ..passes.inductor.order import may_fuse, planned_order
-from ..passes.rewrites.gradients import telling_intermediates
-from ..passes.shared.errors import InfeasibleBudget, causes_of
-from ..passes.shared.out_of_memory import advising
-from ..passes.shared.readable import exact_size
+from ..passes.budgets import LOWEST_PLAN_OPTION
+from ..passes.inductor import Excess, PeakExceeded, may_fuse, planned_order
+from ..passes.rewrites import telling_intermediates
+from ..passes.shared import InfeasibleBudget, advising, causes_of, exact_size
 from ..passes.torch_private import (
     aot_compile,
     boxed,
@@ -23,7 +20,7 @@ from ..passes.torch_private import (
     kernel_order_pass,
     run_graph_as_is,
 )
-from ..regions.carrier import inside_broken_regions
+from ..regions import inside_broken_regions
 from .capture import split_only
 from .options import Inner, Options
 from .partitioner import Partitioner

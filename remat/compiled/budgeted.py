@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..eager import is_in_region
-from ..passes.budgets.budget import LOWEST_PLAN_OPTION
-from ..passes.shared.errors import InfeasibleBudget, RematError, causes_of
+from ..passes.budgets import LOWEST_PLAN_OPTION
+from ..passes.shared import InfeasibleBudget, RematError, causes_of
 from ..passes.torch_private import (
     is_faking,
     is_in_forward_ad,
@@ -27,13 +27,12 @@ from ..passes.torch_private import (
     tree_flatten,
     untraced_line,
 )
-from ..regions.carrier import operator_of
-from ..regions.engines import Runner, untraceable
+from ..regions import Runner, operator_of, untraceable
 from .backend import op_by_op
 from .watching import MakeWatcher
 
 if TYPE_CHECKING:
-    from ..regions.region_options import RegionOptions
+    from ..regions import RegionOptions
 
 
 MAX_SIGNATURES = 64

@@ -21,10 +21,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..passes.prices.cost import ARITHMETIC, DEFAULT_MACHINE, Machine, Roofline
-from ..passes.prices.op_call import OpCall
-from ..passes.shared.op_facts import Kind
-from ..passes.sizes.tensor_specs import TensorSpec
+from ..passes.prices import ARITHMETIC, DEFAULT_MACHINE, Machine, OpCall, Roofline
+from ..passes.shared import Kind
+from ..passes.sizes import TensorSpec
 from ..passes.torch_private import without_modes
 
 

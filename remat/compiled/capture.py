@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..passes.rewrites.gradients import telling_intermediates
-from ..passes.shared.errors import RematError, causes_of
+from ..passes.rewrites import telling_intermediates
+from ..passes.shared import RematError, causes_of
 from ..passes.torch_private import CustomPartitionerFn, aot_compile, break_after, graph_break_of, inductor_compile
 
 Split = tuple[fx.GraphModule, fx.GraphModule]

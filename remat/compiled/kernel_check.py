@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from ..passes.budgets.budget import Budget
-from ..passes.inductor.describe import describe_kernels
-from ..passes.inductor.kernels import Excess, PeakExceeded, Promise
+from ..passes.budgets import Budget
+from ..passes.inductor import Excess, PeakExceeded, Promise, describe_kernels
 from ..passes.pipeline import Partitioned
 from ..passes.torch_private import CompiledHalf
 

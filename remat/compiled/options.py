@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,11 @@ from typing import Any, get_origin
 
 import torch.fx as fx
 
-from ..passes.budgets.budget import Budget
-from ..passes.budgets.text import parse_budget
-from ..passes.plans.plan import Plan, plans_from_json
-from ..passes.prices.op_call import OpCall
-from ..passes.shared.errors import OptionError
+from ..passes.budgets import Budget, parse_budget
+from ..passes.plans import Plan, plans_from_json
+from ..passes.prices import OpCall
+from ..passes.shared import OptionError
 from ..passes.torch_private import inductor_mode_options, inductor_option_names, inductor_option_type
-from .frontier_file import no_frontier
 
 Inner = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 CostFunction = Callable[[OpCall], float]
@@ -231,3 +230,24 @@ def _unknown(name: str, inductor_names: frozenset[str]) -> str:
 def _listed(names: Any) -> str:
     quoted = [repr(n) for n in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def no_frontier(text: str, path: str | os.PathLike[str]) -> str:
+    """The text of a file; an error that says how to take a plan out of it if that is a frontier."""
+    if _is_frontier(text):
+        raise ValueError(
+            "this is a frontier that `pareto` wrote, not a plan: each of its points has a plan. Take one by "
+            f'remat.Pareto.load({os.fspath(path)!r}).points[0].plan.save("plan.json"); points begin with the '
+            "fastest"
+        )
+    return text
+
+
+def _is_frontier(text: str) -> bool:
+    if '"graph_break"' not in text:
+        return False
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return False  # whoever reads it says what is wrong with it
+    return isinstance(data, dict) and "graph_break" in data

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..passes.budgets.budget import FUSION_MARGIN
+from ..passes.budgets import FUSION_MARGIN
 from ..passes.pipeline import Observer, run
-from ..passes.plans.request import Prepared, Request
-from ..passes.plans.write_plan import Chosen
-from ..passes.ranges.ranges import take_for_granted
-from ..passes.shared.errors import OptionError
-from ..passes.shared.executor import Executor
+from ..passes.plans import Chosen, Prepared, Request
+from ..passes.ranges import take_for_granted
+from ..passes.shared import Executor, OptionError
 from ..passes.torch_private import CustomPartitionerFn, without_modes
 from .kernel_check import KernelCheck
 from .options import INNERS, Options

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..passes.prices.cost import Callback, CostModel, Flops, Roofline
-from ..passes.shared.executor import Executor
+from ..passes.prices import Callback, CostModel, Flops, Roofline
+from ..passes.shared import Executor
 from ..version import __version__
 from . import calibration
 from .options import Options
@@ -58,10 +58,8 @@ def asked_of(options: Options) -> str:
 @cache
 def source_digest() -> str:
     """A digest of remat's own code, so that a changed installation never hits an old entry."""
-    from .. import passes
-
-    digest = hashlib.sha256()
-    for folder in (Path(__file__).parent.parent, *(Path(p).resolve() for p in passes.__path__)):
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for folder in (package, (package / "passes").resolve()):  # a link where remat is installed for development
         for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()

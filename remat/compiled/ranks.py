@@ -25,14 +25,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..passes.graph.joint_graph import describe_graph
-from ..passes.plans.contents import Decision
-from ..passes.plans.plan import Plan
-from ..passes.plans.request import Prepared
-from ..passes.plans.stored import schedule_from
-from ..passes.plans.write_plan import Chosen
-from ..passes.prices.cost import Machine
-from ..passes.shared.errors import RankMismatch
+from ..passes.graph import describe_graph
+from ..passes.plans import Chosen, Decision, Plan, Prepared, schedule_from
+from ..passes.prices import Machine
+from ..passes.shared import RankMismatch
 from ..passes.torch_private import default_store
 
 WAIT = timedelta(seconds=60)

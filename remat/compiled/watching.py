@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..passes.plans.request import Prepared, Request
-from ..passes.plans.write_plan import Chosen
+from ..passes.plans import Chosen, Prepared, Request
 from .options import Options
 
 

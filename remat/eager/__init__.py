@@ -15,12 +15,63 @@ Imports: passes
 
 from __future__ import annotations
 
-from remat.eager.recompute.determinism import register_determinism_check as register_determinism_check
-from remat.eager.recompute.engine import RegionSpec as RegionSpec
-from remat.eager.recompute.engine import cached_spec as cached_spec
-from remat.eager.recompute.engine import noop_context_fn as noop_context_fn
-from remat.eager.recompute.engine import run_region as run_region
-from remat.eager.selective.selective import Selective as Selective
-from remat.eager.types.errors import CheckpointError as CheckpointError
-from remat.eager.types.execution import is_in_region as is_in_region
-from remat.eager.types.execution import is_recomputing as is_recomputing
+from .offload import OffloadHooks
+from .recompute import (
+    RegionSpec,
+    cached_spec,
+    find_determinism_check,
+    noop_context_fn,
+    register_determinism_check,
+    run_region,
+)
+from .selective import Selective, note_name, watched_names
+from .torch_api import (
+    CheckpointFunction,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    GraphExecGroup,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    detach_variable,
+    get_device_states,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
+)
+from .types import SAC_IGNORED_OPS, CheckpointError, is_cached_cast, is_in_region, is_recomputing, local
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "OffloadHooks",
+    "RegionSpec",
+    "Selective",
+    "SelectiveCheckpointContext",
+    "cached_spec",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "find_determinism_check",
+    "get_device_states",
+    "is_cached_cast",
+    "is_in_region",
+    "is_recomputing",
+    "local",
+    "noop_context_fn",
+    "note_name",
+    "register_determinism_check",
+    "run_region",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+    "watched_names",
+]

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.utils import TorchDynamoPlugin
 
-from remat.compiled.options import Options
+from ..compiled import Options
 
 
 class RematDynamoPlugin(TorchDynamoPlugin):  # type: ignore[misc] # unknown to a type checker

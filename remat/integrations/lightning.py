@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import remat
-from remat.regions.applied import Applied, Target
-from remat.regions.region import region_options
+
+from ..regions import Applied, Target, region_options
 
 try:
     from lightning.pytorch import Callback

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import remat
-from remat.passes.shared.errors import OptionError
-from remat.passes.shared.policy import CheckpointPolicy, PolicyFunction
 from remat.regions import policies
-from remat.regions.applied import Applied
+
+from ..passes.shared import CheckpointPolicy, OptionError, PolicyFunction
+from ..regions import Applied
 
 _MODES = ("none", "full", "selective", "memory_budget")
 _MODE_OF_CLASS = {

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from remat.passes.shared.errors import RematError
-from remat.regions.region import RegionCall, region_options
+from ..passes.shared import RematError
+from ..regions import RegionCall, region_options
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from remat.passes.shared.errors import OptionError
-from remat.passes.shared.module_path import matches
-from remat.passes.shared.policy import Policy
 from remat.regions.region import checkpoint_region, region_of_module, remove_region
+
+from ..passes.shared import OptionError, Policy, matches
 
 Target = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from ..passes.shared.errors import RematError
-from ..passes.shared.fingerprint import fingerprint
-from ..passes.shared.policy import normalise_policy
+from ..passes.shared import RematError, fingerprint, normalise_policy
 from ..passes.torch_private import (
     HigherOrderOperator,
     constant_in_graphs,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.passes.shared.errors import OptionError
+from ..passes.shared import OptionError
 
 TIERS = ("cpu", "disk")
 """Where offloaded values may wait: in host memory, or in a file."""

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 
-from ..eager.selective.naming import note_name
-from ..passes.shared.errors import OptionError, RematError
+from ..eager import note_name
+from ..passes.shared import OptionError, RematError
 from ..passes.torch_private import HigherOrderOperator, constant_in_graphs, is_faking, trace_as_wrapper, tracer
 from .trace import note_traced_name
 

@@ -30,26 +30,29 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.passes.shared.errors import OptionError
-from remat.passes.shared.module_path import current_module_path, ends_match
-from remat.passes.shared.name_op import name_op
-from remat.passes.shared.op_facts import facts_of, is_matmul
-from remat.passes.shared.policy import (
-    CheckpointPolicy,
-    KnownAnswers,
-    Policy,
-    PolicyFunction,
-    SaveOps,
-    checked_answer,
-    normalise_policy,
-    policy_name,
-)
 from remat.passes.torch_private import (
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
     tree_leaves,
+)
+
+from ..passes.shared import (
+    CheckpointPolicy,
+    KnownAnswers,
+    OptionError,
+    Policy,
+    PolicyFunction,
+    SaveOps,
+    checked_answer,
+    current_module_path,
+    ends_match,
+    facts_of,
+    is_matmul,
+    name_op,
+    normalise_policy,
+    policy_name,
 )
 
 __all__ = [

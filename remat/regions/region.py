@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from remat.eager import is_recomputing
-from remat.passes.shared.policy import Policy
 from remat.passes.torch_private import MODULE_CALL_CODES, constant_in_graphs
 from remat.regions.carrier import operator_of
 from remat.regions.engines import Runner, runner_of
 from remat.regions.marking import check_markable, check_options
 
+from ..passes.shared import Policy
 from .region_options import RegionOptions
 
 if TYPE_CHECKING:

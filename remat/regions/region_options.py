@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat.eager import RegionSpec, Selective
-from remat.eager.recompute.determinism import find_determinism_check
-from remat.passes.budgets.budget import Budget
-from remat.passes.shared.policy import normalise_policy
+
+from ..eager import find_determinism_check
+from ..passes.budgets import Budget
+from ..passes.shared import normalise_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class RegionOptions:
         """The bound on the region's share of the activation peak."""
         if self.memory_budget is None:
             return None
-        from remat.passes.budgets.text import parse_budget  # leads to the planners, which most programs never need
+        from ..passes.budgets import parse_budget  # leads to the planners, which most programs never need
 
         return parse_budget(self.memory_budget)
 

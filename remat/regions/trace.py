@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from ..eager.torch_api.checkpoint import SelectiveCheckpointContext
-from ..eager.types.ops import SAC_IGNORED_OPS, is_cached_cast
-from ..passes.graph.region_tag import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
-from ..passes.shared.name_op import name_op
-from ..passes.shared.op_facts import facts_of
-from ..passes.shared.policy import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name
-from ..passes.shared.source import source_line
+from ..eager import SAC_IGNORED_OPS, SelectiveCheckpointContext, is_cached_cast
+from ..passes.graph import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
+from ..passes.shared import (
+    CheckpointPolicy,
+    PolicyError,
+    PolicyFunction,
+    checked_answer,
+    facts_of,
+    name_op,
+    policy_name,
+    source_line,
+)
 from ..passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,
@@ -39,7 +44,7 @@ from ..passes.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from ..passes.budgets.budget import Budget
+    from ..passes.budgets import Budget
 
 
 @dataclass(slots=True, eq=False)

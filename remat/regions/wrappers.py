@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.offload.hooks import OffloadHooks
-from remat.eager.torch_api import checkpoint as compat
 from remat.passes.torch_private import peek_functorch_stack, targets_of_wrap_policy
 from remat.regions import policies
 from remat.regions.marking import check_offload
 from remat.regions.region import RegionCall, region_options
+
+from ..eager import OffloadHooks
+from ..eager import checkpoint as compat
 
 __all__ = [
     "ActivationWrapper",

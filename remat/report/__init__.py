@@ -8,8 +8,24 @@
 Imports: passes, eager, regions, compiled
 """
 
-from .observed.observation import Observation, observe
+from __future__ import annotations
+
+from .forms import compare, load_plans
+from .frontier import FORMS, frontier, pareto
+from .observed import Observation, observe
 from .planned import explain
+from .publishing import Publisher
 from .report import Report
 
-__all__ = ["Observation", "Report", "explain", "observe"]
+__all__ = [
+    "FORMS",
+    "Observation",
+    "Publisher",
+    "Report",
+    "compare",
+    "explain",
+    "frontier",
+    "load_plans",
+    "observe",
+    "pareto",
+]

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..compiled.asked import check_call
-from ..compiled.capture import Captured, Split, capture
-from ..compiled.options import Options
-from ..compiled.partitioner import Partitioner, paused_collector
+from ..compiled import Captured, Options, Partitioner, Split, capture, check_call, paused_collector
 from ..passes.pipeline import run
-from ..passes.shared.errors import RematError
-from .data.record import Reporter
-from .frontier.frontier import Progress
+from ..passes.shared import RematError
+from .data import Reporter
+from .frontier import Progress
 from .report import Report, versions
 
 

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import torch.distributed
 
-from ..compiled.options import Options
-from ..passes.plans.request import Prepared, Request
-from ..passes.plans.write_plan import Chosen
-from ..passes.ranges.validity import with_ranges
-from .data.collecting import collect, is_collecting
-from .data.model import GraphReport
-from .data.record import report_graph
+from ..compiled import Options
+from ..passes.plans import Chosen, Prepared, Request
+from ..passes.ranges import with_ranges
+from .data import GraphReport, collect, is_collecting, report_graph
 from .report import Report, versions
 
 _numbers = itertools.count()

@@ -9,16 +9,11 @@ from pathlib import Path
 import torch
 import torch.fx as fx
 
-from ..passes.shared.files import form_of, parsed_file
+from ..passes.shared import form_of, parsed_file
 from ..version import __version__
-from .data.model import ReportData
-from .data.stored import from_json, to_json
-from .forms.dot import dot
-from .forms.html import notebook_cell, page
-from .forms.svg import svg
-from .forms.text import dump, summary
-from .forms.why import Why, why
-from .frontier.frontier import Pareto
+from .data import ReportData, from_json, to_json
+from .forms import Why, dot, dump, notebook_cell, page, summary, svg, why
+from .frontier import Pareto
 
 FORMS = (".txt", ".json", ".dot", ".svg", ".html")
 """The suffixes of files that a report can be saved as."""

@@ -2,3 +2,14 @@
 
 Imports: passes, eager.types, eager.state
 """
+
+from __future__ import annotations
+
+from .copies import Away, offload
+from .hooks import OffloadHooks
+
+__all__ = [
+    "Away",
+    "OffloadHooks",
+    "offload",
+]

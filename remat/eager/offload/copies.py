@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from remat.passes.shared.copy_op import copied_alike
-from remat.passes.shared.disk import DiskTensor, goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch
+
+from ...passes.shared import DiskTensor, copied_alike, goes_to_disk
 
 _COPIED_PLAINLY = ("cpu", "meta")
 """Devices without streams; tensors on `meta` have no memory to move."""

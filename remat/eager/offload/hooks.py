@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.eager.offload.copies import Away, offload
-from remat.eager.state.state import version_of
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.memory import storage_id
-from remat.passes.shared.disk import goes_to_disk
 from remat.passes.torch_private import DisableTorchDispatch, alias_of, skip_code
+
+from ...passes.shared import goes_to_disk
+from ..state import version_of
+from ..types import CheckpointError, storage_id
 
 _NUM_AHEAD = 2  # values that are brought back while the one before is in use
 

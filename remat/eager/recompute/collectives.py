@@ -17,12 +17,6 @@ from typing import Any
 
 import torch
 
-from remat.eager.selective.saved import Entry, OnMutation, answer, tensors_of, without_handles
-from remat.eager.types.execution import Execution, local
-from remat.eager.types.hooks import calling_module, is_called_by_fsdp
-from remat.eager.types.ops import OpFacts, op_facts
-from remat.eager.types.store import open_segment
-from remat.passes.shared.op_facts import COLLECTIVE_NAMESPACES, facts_of
 from remat.passes.torch_private import (
     TorchDispatchMode,
     has_process_group,
@@ -32,6 +26,10 @@ from remat.passes.torch_private import (
     watch_collectives,
     watched_collectives,
 )
+
+from ...passes.shared import COLLECTIVE_NAMESPACES, facts_of
+from ..selective import Entry, OnMutation, answer, tensors_of, without_handles
+from ..types import Execution, OpFacts, calling_module, is_called_by_fsdp, local, op_facts, open_segment
 
 
 def may_run() -> bool:

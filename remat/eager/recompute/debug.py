@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from remat.eager.types.errors import CheckpointError
-from remat.passes.shared.whose import is_users
 from remat.passes.torch_private import TorchDispatchMode, tree_map
+
+from ...passes.shared import is_users
+from ..types import CheckpointError
 
 _MAX_STACK = 12  # lines of user code that are printed per op
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.eager.types.errors import Differs
+from ..types import Differs
 
 Metadata = Any
 MetadataFunction = Callable[[torch.Tensor], Metadata]

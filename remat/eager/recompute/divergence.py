@@ -19,8 +19,9 @@ from remat.eager.recompute.determinism import (
 )
 from remat.eager.recompute.forward import Forward
 from remat.eager.recompute.holders import Save
-from remat.eager.types.errors import CheckpointError
-from remat.passes.shared.module_path import current_module_path
+
+from ...passes.shared import current_module_path
+from ..types import CheckpointError
 
 
 def too_many(forward: Forward, tensor: torch.Tensor, where: str) -> CheckpointError:

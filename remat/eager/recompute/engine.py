@@ -16,19 +16,7 @@ from remat.eager.recompute.debug import DebugLogs
 from remat.eager.recompute.determinism import MetadataFunction, find_determinism_check
 from remat.eager.recompute.frames import Frame
 from remat.eager.recompute.out_of_memory import advise
-from remat.eager.selective.recorder import Recorder
-from remat.eager.selective.replayer import Replayer
-from remat.eager.selective.selective import Selective
 from remat.eager.state import rng
-from remat.eager.state.ambient import Ambient
-from remat.eager.state.arguments import SavedArguments
-from remat.eager.state.reach import generators_of, reach
-from remat.eager.state.state import WatchedState
-from remat.eager.state.write_guard import Clearance
-from remat.eager.types.execution import Execution, RegionCall, all_of, local
-from remat.eager.types.hooks import ends_search
-from remat.eager.types.settings import Overrides, overrides
-from remat.eager.types.store import Segment, adopt_child
 from remat.passes.torch_private import (
     get_eval_frame_callback,
     is_tracing,
@@ -37,6 +25,10 @@ from remat.passes.torch_private import (
     push_saved_tensors_hooks,
     run_uncompiled,
 )
+
+from ..selective import Recorder, Replayer, Selective
+from ..state import Ambient, Clearance, SavedArguments, WatchedState, generators_of, reach
+from ..types import Execution, Overrides, RegionCall, Segment, adopt_child, all_of, ends_search, local, overrides
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -9,14 +9,10 @@ from typing import Any
 
 from remat.eager.recompute.determinism import MetadataFunction
 from remat.eager.recompute.holders import Save
-from remat.eager.selective.replayer import Replayer
-from remat.eager.state.ambient import Ambient
-from remat.eager.state.arguments import SavedArguments
-from remat.eager.state.reach import Reached, name_text
-from remat.eager.state.rng import RngSnapshot
-from remat.eager.state.state import WatchedState
-from remat.eager.state.write_guard import Clearance
-from remat.eager.types.store import Store
+
+from ..selective import Replayer
+from ..state import Ambient, Clearance, Reached, RngSnapshot, SavedArguments, WatchedState, name_text
+from ..types import Store
 
 
 class Forward:

@@ -29,10 +29,6 @@ from remat.eager.recompute.rerun import Recomputation, settle
 from remat.eager.recompute.served import Served
 from remat.eager.recompute.surroundings import context_of, surroundings
 from remat.eager.state import rng
-from remat.eager.state.arguments import SavedArguments, argument_name
-from remat.eager.types.errors import CheckpointError, Differs
-from remat.eager.types.execution import Execution, RegionCall, all_of, local
-from remat.eager.types.store import Segment
 from remat.passes.torch_private import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
@@ -46,6 +42,9 @@ from remat.passes.torch_private import (
     set_grad_enabled,
     skip_code,
 )
+
+from ..state import SavedArguments, argument_name
+from ..types import CheckpointError, Differs, Execution, RegionCall, Segment, all_of, local
 
 
 class Frame(Forward):

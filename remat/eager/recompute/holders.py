@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from remat.eager.recompute.determinism import Metadata, default_metadata, describe_metadata
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.store import Segment
+
+from ..types import CheckpointError, Segment
 
 
 class Holder:

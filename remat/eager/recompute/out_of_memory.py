@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from remat.eager.recompute.forward import Forward
-from remat.eager.selective.saved import Entry, tensors_of
-from remat.passes.shared.out_of_memory import add_advice, is_out_of_memory
-from remat.passes.shared.policy import policy_name
-from remat.passes.shared.readable import size
+
+from ...passes.shared import add_advice, is_out_of_memory, policy_name, size
+from ..selective import Entry, tensors_of
 
 
 def advise(error: BaseException, forward: Forward, phase: str) -> None:

@@ -16,10 +16,10 @@ from remat.eager.recompute.determinism import Metadata, Mismatch, default_metada
 from remat.eager.recompute.divergence import different, too_few, too_many, where_is
 from remat.eager.recompute.forward import Forward
 from remat.eager.recompute.holders import Holder, Overwritten, Save
-from remat.eager.state.state import ReadGuard, version_of
-from remat.eager.types.execution import all_of
-from remat.eager.types.hooks import ends_search
 from remat.passes.torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, queue_after_backward
+
+from ..state import ReadGuard, version_of
+from ..types import all_of, ends_search
 
 # The one op of torch's whose kernel fills a tensor (its noise) after autograd has saved it: stopping before that
 # kernel would leave it empty, so a recomputation that ends there goes on to the next saved tensor.

@@ -7,13 +7,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from remat.eager.recompute.forward import Forward
-from remat.eager.state.ambient import is_in_force, restored
-from remat.eager.state.arguments import changed_in_place
-from remat.eager.state.renorm import RenormReplay, renormed_twice
-from remat.eager.state.state import ReadGuard, WatchedState
-from remat.eager.state.swap import Copies, replayed
-from remat.eager.state.write_guard import WriteGuard, changed_twice
-from remat.eager.types.errors import CheckpointError
+
+from ..state import (
+    Copies,
+    ReadGuard,
+    RenormReplay,
+    WatchedState,
+    WriteGuard,
+    changed_in_place,
+    changed_twice,
+    is_in_force,
+    renormed_twice,
+    replayed,
+    restored,
+)
+from ..types import CheckpointError
 
 
 def surroundings(forward: Forward, *, is_guarded: bool) -> tuple[list[AbstractContextManager[Any]], ReadGuard | None]:

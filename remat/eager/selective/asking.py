@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from remat.eager.types.ops import OpFacts
-from remat.passes.shared.module_path import current_module_path
-from remat.passes.shared.policy import (
+from ...passes.shared import (
     CheckpointPolicy,
     PolicyError,
     PolicyFunction,
     SelectiveCheckpointContext,
     checked_answer,
+    current_module_path,
     policy_name,
+    running_line,
 )
-from remat.passes.shared.source import running_line
+from ..types import OpFacts
 
 
 class Labelled(Protocol):

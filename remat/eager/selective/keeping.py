@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from remat.eager.selective.saved import Entry, OffloadedEntry, OnMutation, tensors_of, without_handles
-from remat.eager.state.rng import OpRngState, RngSnapshot
-from remat.eager.types.memory import storage_id
-from remat.eager.types.ops import OpFacts, known_facts
-from remat.eager.types.store import OpKey, SavedValue, Segment, Sink, Store, open_segment
 from remat.passes.torch_private import tree_leaves, wait_for
+
+from ..state import OpRngState, RngSnapshot
+from ..types import OpFacts, OpKey, SavedValue, Segment, Sink, Store, known_facts, open_segment, storage_id
 
 
 class RegionSink(Sink, Protocol):

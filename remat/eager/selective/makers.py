@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from remat.eager.selective.saved import map_tensors, tensors_of
-from remat.eager.state.state import version_of
-from remat.eager.types.ops import OpFacts
-from remat.eager.types.store import OpKey
 from remat.passes.torch_private import alias_of
+
+from ..state import version_of
+from ..types import OpFacts, OpKey
 
 
 @dataclass(slots=True)

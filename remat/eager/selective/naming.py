@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 from remat.eager.selective.recorder import Recorder
-from remat.eager.types.execution import local
+
+from ..types import local
 
 T = TypeVar("T", bound=torch.Tensor)
 

@@ -10,18 +10,26 @@ from remat.eager.selective.asking import Asker
 from remat.eager.selective.keeping import Keeper, LooseSink, RegionSink
 from remat.eager.selective.makers import Made, Makers
 from remat.eager.selective.saved import Entry, OffloadedEntry, OnMutation
-from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
-from remat.eager.types.mode import EngineMode, support_compiled_code
-from remat.eager.types.ops import SAC_IGNORED_OPS, is_cached_cast, known_facts, op_facts, op_key
-from remat.eager.types.store import Store
-from remat.passes.shared.name_op import name_op
-from remat.passes.shared.policy import OFFLOADS, RECOMPUTES, CheckpointPolicy, PolicyFunction
 from remat.passes.torch_private import (
     fx_current_meta,
     is_tracing,
     is_tracing_proxies,
     traced_nodes_since,
     traced_nodes_so_far,
+)
+
+from ...passes.shared import OFFLOADS, RECOMPUTES, CheckpointPolicy, PolicyFunction, name_op
+from ..types import (
+    SAC_IGNORED_OPS,
+    EngineMode,
+    Store,
+    is_cached_cast,
+    is_called_by_fsdp,
+    known_facts,
+    may_be_sharded,
+    op_facts,
+    op_key,
+    support_compiled_code,
 )
 
 # As tuples: `in` then compares identities, where a set would call the enum's hash, which is Python code.

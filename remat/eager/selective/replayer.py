@@ -7,14 +7,21 @@ from typing import Any
 
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.saved import OffloadedEntry, answer
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.execution import local
-from remat.eager.types.hooks import is_called_by_fsdp, may_be_sharded
-from remat.eager.types.mode import EngineMode
-from remat.eager.types.ops import CAST, SAC_IGNORED_OPS, is_cached_cast, op_facts, op_key
-from remat.eager.types.store import Store
-from remat.passes.shared.module_path import current_module_path
-from remat.passes.shared.source import running_line
+
+from ...passes.shared import current_module_path, running_line
+from ..types import (
+    CAST,
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    EngineMode,
+    Store,
+    is_cached_cast,
+    is_called_by_fsdp,
+    local,
+    may_be_sharded,
+    op_facts,
+    op_key,
+)
 
 _CAST = id(CAST)
 

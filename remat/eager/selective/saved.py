@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from remat.eager.offload.copies import Away, offload
-from remat.eager.state.state import version_of
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.memory import storage_id
-from remat.eager.types.ops import OpFacts
-from remat.eager.types.store import SavedValue
 from remat.passes.torch_private import alias_of, completed_work, tree_leaves, tree_map
+
+from ..offload import Away, offload
+from ..state import version_of
+from ..types import CheckpointError, OpFacts, SavedValue, storage_id
 
 
 class OnMutation(Enum):

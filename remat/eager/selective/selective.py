@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from remat.eager.selective.keeping import RegionSink
 from remat.eager.selective.recorder import Recorder
 from remat.eager.selective.saved import OnMutation
-from remat.passes.shared.policy import PolicyFunction
+
+from ...passes.shared import PolicyFunction
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from remat.eager.state.state import read_version, version_of
-from remat.eager.types.errors import CheckpointError
 from remat.passes.torch_private import SavedTensor, make_saved_tensor, top_saved_tensors_hooks
+
+from ..types import CheckpointError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -8,7 +8,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from remat.passes.shared.whose import is_users_module
+from ...passes.shared import is_users_module
 
 
 @functools.lru_cache(maxsize=4096)  # asked for each function of each call

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.memory import storage_id
-from remat.eager.types.mode import EngineMode, support_compiled_code
-from remat.eager.types.ops import RENORM, SAC_IGNORED_OPS, op_facts
 from remat.passes.torch_private import set_versions, tree_leaves
+
+from ..types import RENORM, SAC_IGNORED_OPS, CheckpointError, EngineMode, op_facts, storage_id, support_compiled_code
 
 
 class RenormReplay(EngineMode):  # type: ignore[no-untyped-call]

@@ -19,11 +19,10 @@ from torch import nn
 
 from remat.eager.state import swap
 from remat.eager.state.reach import Name, Reached, each_name, module_tree, name_text
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.hooks import may_be_sharded
-from remat.eager.types.memory import storage_id
-from remat.passes.shared.copy_op import copied_alike
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
+
+from ...passes.shared import copied_alike
+from ..types import CheckpointError, may_be_sharded, storage_id
 
 _GONE = -2  # the version of a tensor that is no more
 _RESTING_MAX_BYTES = 1 << 16  # the copy of a larger buffer is not kept on, if a region's first call leaves it alone

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.memory import storage_id
-from remat.eager.types.mode import EngineMode, support_compiled_code
 from remat.passes.torch_private import tree_map
+
+from ..types import CheckpointError, EngineMode, storage_id, support_compiled_code
 
 MAX_WAIT_SECONDS = 600.0
 """How long a forward waits for a recomputation on another thread; two threads that wait for each other never end."""

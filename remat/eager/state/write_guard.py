@@ -19,10 +19,10 @@ from torch import nn
 
 from remat.eager.state.reach import Reached
 from remat.eager.state.rng import RngSnapshot
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.mode import EngineMode, support_compiled_code
-from remat.passes.shared.source import running_line
 from remat.passes.torch_private import tree_leaves
+
+from ...passes.shared import running_line
+from ..types import CheckpointError, EngineMode, support_compiled_code
 
 # In-place ops whose result does not depend on what they overwrite.
 _OVERWRITING_NAMES = """

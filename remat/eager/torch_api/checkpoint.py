@@ -15,18 +15,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as _traced_checkpoint
 
-from remat.eager.recompute.engine import cached_spec, noop_context_fn, run_region
-from remat.eager.selective.recorder import Recorder
-from remat.eager.selective.replayer import Replayer
-from remat.eager.selective.saved import OnMutation
-from remat.eager.state.rng import DefaultDeviceType, get_device_states, set_device_states
 from remat.eager.torch_api.groups import GraphExecGroup
 from remat.eager.torch_api.reentrant import CheckpointFunction, check_backward_validity, detach_variable
 from remat.eager.torch_api.sequential import split_in_segments
-from remat.eager.types.errors import CheckpointError
-from remat.eager.types.ops import SAC_IGNORED_OPS
-from remat.eager.types.settings import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from remat.passes.shared.policy import SelectiveCheckpointContext, normalise_policy
+
+from ...passes.shared import SelectiveCheckpointContext, normalise_policy
+from ..recompute import cached_spec, noop_context_fn, run_region
+from ..selective import OnMutation, Recorder, Replayer
+from ..state import DefaultDeviceType, get_device_states, set_device_states
+from ..types import SAC_IGNORED_OPS, CheckpointError, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 __all__ = [
     "SAC_IGNORED_OPS",

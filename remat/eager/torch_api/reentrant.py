@@ -10,13 +10,20 @@ from typing import Any
 import torch
 
 from remat.eager.state import rng
-from remat.eager.state.ambient import Ambient, is_in_force, restored
-from remat.eager.state.reach import generators_of, reach
-from remat.eager.state.renorm import RenormReplay, renormed_twice
-from remat.eager.state.state import WatchedState
-from remat.eager.state.swap import replayed
-from remat.eager.types.execution import local
 from remat.passes.torch_private import is_full_backward
+
+from ..state import (
+    Ambient,
+    RenormReplay,
+    WatchedState,
+    generators_of,
+    is_in_force,
+    reach,
+    renormed_twice,
+    replayed,
+    restored,
+)
+from ..types import local
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

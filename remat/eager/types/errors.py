@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.passes.shared.errors import RematError
+from ...passes.shared import RematError
 
 
 class CheckpointError(RematError, RuntimeError):

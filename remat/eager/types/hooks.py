@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed
 
-from remat.passes.shared.whose import folders_of
 from remat.passes.torch_private import MODULE_CALL_CODES
+
+from ...passes.shared import folders_of
 
 # By identity: the hash of a code object is computed from all of it.
 _MODULE_CALLS = {id(code) for code in MODULE_CALL_CODES}

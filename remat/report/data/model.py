@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from ...passes.plans.contents import Action, Decision
-from ...passes.plans.keeping import Runs
-from ...passes.plans.plan import Plan
-from ...passes.shared.readable import duration as duration
-from ...passes.shared.readable import size as size
+from ...passes.plans import Action, Decision, Plan, Runs
+from ...passes.shared import duration as duration
+from ...passes.shared import size as size
 
 FORWARD_ROLES = ("FORWARD", "EITHER")
 """Roles of nodes whose results may be kept or recomputed."""

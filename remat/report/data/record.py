@@ -9,17 +9,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...passes.graph.constraints import Constraint
-from ...passes.graph.joint_graph import JointGraph, describe_value
-from ...passes.graph.region_tag import region_fields
-from ...passes.memory.simulate import Simulation, simulate
+from ...passes.graph import Constraint, JointGraph, describe_value, region_fields
+from ...passes.memory import Simulation, simulate
 from ...passes.pipeline import Observer
-from ...passes.plans.request import Prepared, Request
-from ...passes.plans.write_plan import Chosen
-from ...passes.prices.cost import TICKS_PER_SECOND
-from ...passes.ranges.validity import with_ranges
-from ...passes.shared.module_path import path_of_node
-from ...passes.shared.source import source_line
+from ...passes.plans import Chosen, Prepared, Request
+from ...passes.prices import TICKS_PER_SECOND
+from ...passes.ranges import with_ranges
+from ...passes.shared import path_of_node, source_line
 from .model import Alive, GraphReport, NodeRow, Timeline
 
 

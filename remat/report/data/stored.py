@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ...passes.plans.plan import Plan
+from ...passes.plans import Plan
 from .model import Alive, Drawing, GraphReport, NodeRow, ReportData, Timeline
 
 FORMAT = 1

@@ -7,11 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from ...compiled.frontier_file import no_frontier
-from ...passes.plans.contents import Action, Decision
-from ...passes.plans.plan import Plan, plans_from_json
-from ...passes.shared.files import parsed_file
-from ..data.model import PAST, duration, printable, short_source, size
+from ...compiled import no_frontier
+from ...passes.plans import Action, Decision, Plan, plans_from_json
+from ...passes.shared import parsed_file
+from ..data import PAST, duration, printable, short_source, size
 
 NUM_SHOWN = 40
 """How many changes of a graph are printed."""

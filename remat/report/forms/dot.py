@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ..data.groups import Arrow, Box, arrows_of, boxes_of
-from ..data.model import GraphReport, ReportData, printable, size
+from ..data import Arrow, Box, GraphReport, ReportData, arrows_of, boxes_of, printable, size
 
 COLOURS = {"saved": "#9ec5fe", "recomputed": "#ffd59e", "offloaded": "#d0b3ff", "": "#eeeeee"}
 

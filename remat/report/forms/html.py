@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...passes.plans.sizes import general_text, size_lines
-from ..data.model import GraphReport, ReportData, printable
+from ...passes.plans import general_text, size_lines
+from ..data import GraphReport, ReportData, printable
 from .svg import svg
 
 KINDS = ("saved", "recomputed", "other")

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from ..data.groups import Arrow, Box, arrows_of, boxes_of
-from ..data.model import GraphReport, ReportData, printable, size
+from ..data import Arrow, Box, GraphReport, ReportData, arrows_of, boxes_of, printable, size
 from .dot import line_width
 
 ROW, BOX_WIDTH, BOX_HEIGHT = 28, 330, 22

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...passes.plans.contents import Decision
-from ...passes.plans.sizes import general_text, size_lines
-from ..data.model import GraphReport, NodeRow, ReportData, duration, printable, short_source, size
+from ...passes.plans import Decision, general_text, size_lines
+from ..data import GraphReport, NodeRow, ReportData, duration, printable, short_source, size
 
 NUM_LARGEST = 10
 WIDTH = 100

@@ -11,11 +11,10 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...passes.graph.constraints import Reason
-from ...passes.plans.contents import Action, Decision
-from ...passes.plans.sizes import general_text
-from ...passes.shared.errors import OptionError
-from ..data.model import FORWARD_ROLES, PAST, GraphReport, NodeRow, duration, printable, short_source, size
+from ...passes.graph import Reason
+from ...passes.plans import Action, Decision, general_text
+from ...passes.shared import OptionError
+from ..data import FORWARD_ROLES, PAST, GraphReport, NodeRow, duration, printable, short_source, size
 
 NUM_SHOWN = 5
 """How many values of one name, or names in one line, are printed."""

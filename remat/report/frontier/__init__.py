@@ -2,3 +2,16 @@
 
 Imports: passes, eager, regions, compiled, report.data, report.forms
 """
+
+from __future__ import annotations
+
+from . import frontier
+from .frontier import FORMS, Pareto, Progress, pareto
+
+__all__ = [
+    "FORMS",
+    "Pareto",
+    "Progress",
+    "frontier",
+    "pareto",
+]

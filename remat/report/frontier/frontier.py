@@ -19,26 +19,15 @@ from typing import Any
 
 import torch.fx as fx
 
-from ...compiled.asked import check_call
-from ...compiled.capture import Captured, Split, capture
-from ...compiled.options import Options
-from ...compiled.partitioner import Partitioner
-from ...passes.budgets.budget import Budget, RegionShare
-from ...passes.budgets.pick import Picked
-from ...passes.budgets.regions import Found, choose_within_shares, meet_regions
-from ...passes.memory.legal import verify_schedule
-from ...passes.memory.shares import Shares
+from ...compiled import Captured, Options, Partitioner, Split, capture, check_call
+from ...passes.budgets import Budget, Found, Picked, RegionShare, choose_within_shares, meet_regions
+from ...passes.memory import Shares, verify_schedule
 from ...passes.pipeline import Observer, run
-from ...passes.plans.plan import Plan
-from ...passes.plans.request import Prepared
-from ...passes.plans.write_plan import Chosen, write_plan
-from ...passes.prices.cost import TICKS_PER_SECOND
-from ...passes.search.bench import Bench, Offer
-from ...passes.search.planner import Planner
-from ...passes.shared.errors import OptionError, RematError
-from ...passes.shared.files import form_of, parsed_file
-from ...passes.shared.readable import duration, size, size_unit, time_unit
-from ..forms.chart import Mark, Series, chart
+from ...passes.plans import Chosen, Plan, Prepared, write_plan
+from ...passes.prices import TICKS_PER_SECOND
+from ...passes.search import Bench, Offer, Planner
+from ...passes.shared import OptionError, RematError, duration, form_of, parsed_file, size, size_unit, time_unit
+from ..forms import Mark, Series, chart
 
 FORMAT = 1
 """Version of the JSON form."""

@@ -2,3 +2,12 @@
 
 Imports: passes, eager, regions, compiled, report.data, report.forms, report.frontier
 """
+
+from __future__ import annotations
+
+from .observation import Observation, observe
+
+__all__ = [
+    "Observation",
+    "observe",
+]

@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from ...eager.selective.naming import watched_names
-from ...eager.types.execution import is_recomputing, local
-from ...passes.plans.plan import Plan
-from ...passes.shared.errors import OptionError
-from ...passes.shared.whose import is_users
-from ..data.collecting import collected
-from ..data.model import GraphReport, NodeRow, printable, short_source, size
+from ...eager import is_recomputing, local, watched_names
+from ...passes.plans import Plan
+from ...passes.shared import OptionError, is_users
+from ..data import GraphReport, NodeRow, collected, printable, short_source, size
 from ..report import Report
 from .counting import (
     MemoryEvent,
