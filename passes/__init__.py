@@ -3,7 +3,8 @@
 The rooms, in the order in which data flows through them; each imports only rooms above it:
 
     torch_private   the only imports of private torch; what differs between torch releases
-    shared          words that both engines use: errors, policies, facts about operators, files on disk
+    shared          words that both engines use: errors, policies, lines of source, files
+    ops             operators: what is known of each, and those of our own
     graph           the joint graph: who computes what, which values may be kept or recomputed, and why not
     sizes           numbers for sizes that are symbols, and expressions of them
     rewrites        what is changed in the joint graph before it is planned

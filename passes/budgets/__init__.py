@@ -3,7 +3,7 @@
 Comes in: the planning problem, a budget of the graph, budgets of regions. Goes out: `Picked`, or an error that says how
 low one can get, which op sets that, and which policies keep it up.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, search
 """
 
 from __future__ import annotations

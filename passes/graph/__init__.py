@@ -3,7 +3,7 @@
 Decides which values may be kept, which may be recomputed, and gives a reason where one may not. Comes in: the FX graph
 that AOTAutograd has traced. Goes out: `JointGraph` and `Constraints`.
 
-Imports: torch_private, shared
+Imports: torch_private, shared, ops
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..shared import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError, facts_of, source_line
+from ..ops import facts_of
+from ..shared import OFFLOADS, PREFERENCES, RECOMPUTES, PolicyError, source_line
 from ..torch_private import FakeScriptObject, InputMutationAOTOutput, OpOverload, is_sym_node
 from .joint_graph import FORWARD_SIDE, JointGraph, Role, output_descriptors, subgraphs_of, tensor_of, whole_descriptor
 from .region_tag import REGION_TAG, budgets_around, is_port, policy_of, region_of, region_of_formula

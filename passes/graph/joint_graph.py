@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..shared import OpFacts, facts_of, facts_of_call
+from ..ops import OpFacts, facts_of, facts_of_call
 from ..torch_private import (
     AOTInput,
     AOTOutput,

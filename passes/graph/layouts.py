@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..shared import Kind, OpFacts, is_matmul
+from ..ops import Kind, OpFacts, is_matmul
 from ..torch_private import statically_equal
 
 _aten = torch.ops.aten

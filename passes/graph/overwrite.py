@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..shared import facts_of
+from ..ops import facts_of
 from ..torch_private import OpOverload, run_and_save_rng_state, run_with_rng_state, statically_equal
 from .checked_forms import BY_ROW, FIRST_INPUT, FORMS, ROWS_ONLY, checked_form, given_for, plain_op, written_argument
 from .joint_graph import tensor_of

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..shared import facts_of
+from ..ops import facts_of
 from ..torch_private import statically_equal
 
 POLICY_TAG = "recompute"

@@ -3,7 +3,7 @@
 Comes in: finished halves, and inductor's kernels before code is generated. Goes out: halves rewritten for it, an order
 of kernels, and the peak of what it has made.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges, write
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges, write
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ..graph import PARTITIONER_TAG
-from ..shared import facts_of
+from ..ops import facts_of
 from ..write import Halves
 from .readers import is_inlined, readers_of
 

@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 import torch.fx as fx
 
 from ..memory import COPY_TAG, MOMENT_TAG, Moment
-from ..shared import FUSED_KINDS, INLINED_KINDS, facts_of
+from ..ops import FUSED_KINDS, INLINED_KINDS, facts_of
 from .readers import readers_of
 
 _REDUCTIONS = FUSED_KINDS - INLINED_KINDS

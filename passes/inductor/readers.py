@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
-from ..shared import FUSED_KINDS, INLINED_KINDS, facts_of
+from ..ops import FUSED_KINDS, INLINED_KINDS, facts_of
 
 
 def readers_of(node: fx.Node, is_view: bool = False) -> Iterator[tuple[fx.Node, bool, bool]]:

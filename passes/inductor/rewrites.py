@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from ..memory import COPY_TAG, MOMENT_TAG
-from ..shared import INLINED_KINDS, facts_of
+from ..ops import INLINED_KINDS, facts_of
 from ..torch_private import REALIZE_TAG
 from ..write import Halves
 from .readers import is_inlined, is_loop, readers_of

@@ -2,7 +2,7 @@
 
 Comes in: the joint graph and what a plan keeps. Goes out: `Schedule`, `Storages`, `Simulation` with its peak.
 
-Imports: torch_private, shared, graph, sizes, rewrites
+Imports: torch_private, shared, ops, graph, sizes, rewrites
 """
 
 from __future__ import annotations

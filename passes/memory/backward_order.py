@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from ..graph import JointGraph, Role, split_closing_writes, tensor_of
-from ..shared import Kind
+from ..ops import Kind
 from ..sizes import hint_of
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})

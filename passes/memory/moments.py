@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..graph import JointGraph
-from ..shared import FUSED_KINDS
+from ..ops import FUSED_KINDS
 from .schedule import Schedule
 
 COPY_TAG = "remat_copy_of"

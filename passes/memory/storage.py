@@ -27,8 +27,9 @@ from ..graph import (
     overwritable,
     tensor_of,
 )
+from ..ops import FUSED_KINDS, INLINED_KINDS, Kind
 from ..rewrites import holds_elements, left_over
-from ..shared import FUSED_KINDS, INLINED_KINDS, Executor, Kind
+from ..shared import Executor
 from ..sizes import SizeNumber, Sizes, terms_of
 from .workspace import workspace_of
 

@@ -2,7 +2,7 @@
 
 Comes in: a picked schedule, or a stored plan. Goes out: `Plan` and `Chosen`, which is a plan with its schedule.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, search, budgets
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Comes in: the joint graph, sizes, a cost model and the constants of machines. Goes out: `Costs`, one pair per node.
 
-Imports: torch_private, shared, graph, sizes
+Imports: torch_private, shared, ops, graph, sizes
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from ..graph import JointGraph, Role, tensor_of
-from ..shared import Kind, OptionError, RematError, fingerprint
+from ..ops import Kind
+from ..shared import OptionError, RematError, fingerprint
 from ..sizes import Sizes, TensorSpec, largest
 from ..torch_private import without_modes
 from .op_call import UNKNOWN_USE, OpCall, SizesLike, Use, call_of

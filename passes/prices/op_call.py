@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from ..shared import OpFacts, facts_of_call
+from ..ops import OpFacts, facts_of_call
 from ..sizes import TensorSpec, hint_of, spec_of
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch.fx as fx
 
 from ..graph import JointGraph, Role, tensor_of
-from ..shared import FUSED_KINDS, INLINED_KINDS, Kind
+from ..ops import FUSED_KINDS, INLINED_KINDS, Kind
 from ..sizes import Sizes
 from .op_call import UNKNOWN_USE, Use
 

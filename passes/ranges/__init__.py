@@ -2,7 +2,7 @@
 
 Comes in: a prepared graph with symbols and a request. Goes out: a chosen plan with guards, and rows for reports.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets, plans
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, search, budgets, plans
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Decides nothing about values: it gives planning better ones to decide about. A mask apart from its dropout, a gradient
 in the layout that autograd takes over, a stand-in for what leaves a region.
 
-Imports: torch_private, shared, graph, sizes
+Imports: torch_private, shared, ops, graph, sizes
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ..graph import tensor_of
-from ..shared import bernoulli_like_op
+from ..ops import bernoulli_like_op
 
 _aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from ..graph import PARTITIONER_TAG, leaves, output_descriptors, tensor_of, views
-from ..shared import facts_of
+from ..ops import facts_of
 from ..sizes import hint_of
 from ..torch_private import GradAOTOutput, PlainAOTInput, statically_at_least, statically_equal
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from ..graph import tensor_of
-from ..shared import facts_of
+from ..ops import facts_of
 
 
 def copy_losses_out(joint: fx.GraphModule) -> None:

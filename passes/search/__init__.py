@@ -2,7 +2,7 @@
 
 Comes in: the planning problem and its storages. Goes out: offers, each a schedule with its simulation and its time.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory
 """
 
 from __future__ import annotations

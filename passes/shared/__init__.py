@@ -1,4 +1,4 @@
-"""Words that both engines use: errors, policies, facts about operators, lines of source, values on disk.
+"""Words that both engines use: errors, policies, lines of source, what will run a graph.
 
 Comes in: single operators, tensors, texts. Goes out: what is known of them, and exceptions that say what to do.
 
@@ -7,9 +7,6 @@ Imports: torch_private
 
 from __future__ import annotations
 
-from .copy_op import copied_alike, copy_alike_op, is_copy_alike
-from .disk import DiskTensor, goes_to_disk
-from .disk_op import is_to_disk, to_disk_op
 from .errors import (
     InfeasibleBudget,
     InfeasibleCut,
@@ -25,19 +22,7 @@ from .executor import NODE_BY_NODE, Executor
 from .fields import NOT_STORED, Damaged, read, refused, shown, stored
 from .files import form_of, parsed_file, replace_file
 from .fingerprint import fingerprint
-from .mask_op import bernoulli_like_op
 from .module_path import current_module_path, ends_match, matches, path_of_node
-from .name_op import name_op
-from .op_facts import (
-    COLLECTIVE_NAMESPACES,
-    FUSED_KINDS,
-    INLINED_KINDS,
-    Kind,
-    OpFacts,
-    facts_of,
-    facts_of_call,
-    is_matmul,
-)
 from .out_of_memory import add_advice, advising, is_out_of_memory
 from .policy import (
     OFFLOADS,
@@ -59,9 +44,6 @@ from .source import running_line, source_line
 from .whose import Whose, folders_of, is_users, is_users_module, whose
 
 __all__ = [
-    "COLLECTIVE_NAMESPACES",
-    "FUSED_KINDS",
-    "INLINED_KINDS",
     "NODE_BY_NODE",
     "NOT_STORED",
     "OFFLOADS",
@@ -69,14 +51,11 @@ __all__ = [
     "RECOMPUTES",
     "CheckpointPolicy",
     "Damaged",
-    "DiskTensor",
     "Executor",
     "InfeasibleBudget",
     "InfeasibleCut",
-    "Kind",
     "KnownAnswers",
     "OffloadError",
-    "OpFacts",
     "OptionError",
     "PlanMismatch",
     "Policy",
@@ -90,29 +69,19 @@ __all__ = [
     "Whose",
     "add_advice",
     "advising",
-    "bernoulli_like_op",
     "causes_of",
     "checked_answer",
-    "copied_alike",
-    "copy_alike_op",
     "current_module_path",
     "duration",
     "ends_match",
     "exact_size",
-    "facts_of",
-    "facts_of_call",
     "fingerprint",
     "folders_of",
     "form_of",
-    "goes_to_disk",
-    "is_copy_alike",
-    "is_matmul",
     "is_out_of_memory",
-    "is_to_disk",
     "is_users",
     "is_users_module",
     "matches",
-    "name_op",
     "normalise_policy",
     "parsed_file",
     "path_of_node",
@@ -127,6 +96,5 @@ __all__ = [
     "source_line",
     "stored",
     "time_unit",
-    "to_disk_op",
     "whose",
 ]

@@ -2,7 +2,7 @@
 
 Comes in: nodes with symbolic shapes. Goes out: `Sizes`, which knows a number for every size, and texts for reports.
 
-Imports: torch_private, shared, graph
+Imports: torch_private, shared, ops, graph
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Comes in: the joint graph and a schedule. Goes out: `Halves`. `verify` runs when all rewrites are done: each node of the
 two graphs has to stand for a node of the joint graph.
 
-Imports: torch_private, shared, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges
+Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, search, budgets, plans, ranges
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..shared import copy_alike_op
+from ..ops import copy_alike_op
 from .halves import NODE_TAG, Halves
 
 _COPIES: frozenset[Any] = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})

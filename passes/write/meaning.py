@@ -30,7 +30,8 @@ from ..graph import (
     tensor_of,
     written_arguments,
 )
-from ..shared import VerificationError, facts_of, is_copy_alike, is_to_disk
+from ..ops import facts_of, is_copy_alike, is_to_disk
+from ..shared import VerificationError
 from ..torch_private import is_sym_node, run_and_save_rng_state, run_with_rng_state
 from .halves import NODE_TAG, Halves
 

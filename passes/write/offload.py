@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from ..graph import PARTITIONER_TAG, is_offloaded, region_of
-from ..shared import to_disk_op
+from ..ops import to_disk_op
 from .halves import NODE_TAG, Halves
 
 _COPY = torch.ops.aten._to_copy.default

@@ -14,7 +14,8 @@ import torch.fx as fx
 
 from ..graph import JointGraph, Role, hides_sharing, overwritten_by, preserves_rng_state
 from ..memory import COPY_TAG
-from ..shared import VerificationError, facts_of, facts_of_call
+from ..ops import facts_of, facts_of_call
+from ..shared import VerificationError
 from .halves import Halves
 from .meaning import verify_meaning
 

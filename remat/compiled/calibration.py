@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..passes.ops import Kind
 from ..passes.prices import ARITHMETIC, DEFAULT_MACHINE, Machine, OpCall, Roofline
-from ..passes.shared import Kind
 from ..passes.sizes import TensorSpec
 from ..passes.torch_private import without_modes
 

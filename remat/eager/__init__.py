@@ -7,7 +7,8 @@ only those above it:
     state       what a forward reads and changes beside its arguments, put back for its recomputation
     offload     tensors that wait in host memory or on disk
     selective   policies: which results of ops are kept, and how they are found again
-    recompute   frames of running regions, what they saved, and the recomputation for backward
+    recompute   the recomputation that backward asks for, and the checks that it is the same
+    calls       the engine, and the frame of each call
     torch_api   every name of torch.utils.checkpoint, over this engine
 
 Imports: passes
@@ -15,15 +16,9 @@ Imports: passes
 
 from __future__ import annotations
 
+from .calls import RegionSpec, cached_spec, noop_context_fn, run_region
 from .offload import OffloadHooks
-from .recompute import (
-    RegionSpec,
-    cached_spec,
-    find_determinism_check,
-    noop_context_fn,
-    register_determinism_check,
-    run_region,
-)
+from .recompute import find_determinism_check, register_determinism_check
 from .selective import Selective, note_name, watched_names
 from .torch_api import (
     CheckpointFunction,

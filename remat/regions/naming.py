@@ -20,7 +20,7 @@ def name(x: T, label: str) -> T:
     """Return `x` itself, named: `h = remat.name(h, "attn_out")`.
 
     The policy of the region around is asked about it as `fn(ctx, op, x, "attn_out")`, where `op` is
-    `remat.passes.shared.name_op()`, and what it answers holds for the value, whatever it said of the op that
+    `remat.passes.ops.name_op()`, and what it answers holds for the value, whatever it said of the op that
     made it. PREFER_RECOMPUTE is what policies say of what they do not know, and changes nothing.
     """
     if torch.compiler.is_dynamo_compiling():

@@ -38,6 +38,7 @@ from remat.passes.torch_private import (
     tree_leaves,
 )
 
+from ..passes.ops import facts_of, is_matmul, name_op
 from ..passes.shared import (
     CheckpointPolicy,
     KnownAnswers,
@@ -48,9 +49,6 @@ from ..passes.shared import (
     checked_answer,
     current_module_path,
     ends_match,
-    facts_of,
-    is_matmul,
-    name_op,
     normalise_policy,
     policy_name,
 )

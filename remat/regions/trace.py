@@ -21,16 +21,8 @@ import torch.fx as fx
 
 from ..eager import SAC_IGNORED_OPS, SelectiveCheckpointContext, is_cached_cast
 from ..passes.graph import NAME_TAG, RegionBudget, RegionTag, policy_of, region_of, tag, views, whole_views
-from ..passes.shared import (
-    CheckpointPolicy,
-    PolicyError,
-    PolicyFunction,
-    checked_answer,
-    facts_of,
-    name_op,
-    policy_name,
-    source_line,
-)
+from ..passes.ops import facts_of, name_op
+from ..passes.shared import CheckpointPolicy, PolicyError, PolicyFunction, checked_answer, policy_name, source_line
 from ..passes.torch_private import (
     TorchDispatchMode,
     fx_current_meta,

@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat import name
-from remat.passes.shared.name_op import name_op
+from remat.passes.ops.name_op import name_op
 from remat.passes.shared.policy import PolicyError
 from remat.policies import (
     first_of,

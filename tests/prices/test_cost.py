@@ -9,6 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat.compiled import calibration
 from remat.compiled.calibration import Profile
+from remat.passes.ops.op_facts import Kind
 from remat.passes.prices.cost import (
     ATTENTION_ARITHMETIC,
     SLOW_PASSES,
@@ -22,7 +23,6 @@ from remat.passes.prices.cost import (
 )
 from remat.passes.prices.op_call import OpCall, call_of
 from remat.passes.shared.errors import OptionError, RematError
-from remat.passes.shared.op_facts import Kind
 from remat.passes.sizes.tensor_specs import TensorSpec
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import remat
+from remat.passes.ops.mask_op import bernoulli_like_op
 from remat.passes.pipeline import run
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Roofline
 from remat.passes.rewrites.dropout import take_dropout_apart
 from remat.passes.shared.executor import Executor
-from remat.passes.shared.mask_op import bernoulli_like_op
 from remat.report.observed.counting import activation_peak
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from remat.passes.shared.copy_op import copied_alike, copy_alike_op
+from remat.passes.ops.copy_op import copied_alike, copy_alike_op
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows": lambda x: x,

@@ -19,8 +19,8 @@ from support.eager_testing import OpCounter
 from torch import nn
 
 import remat
-from remat.passes.shared import disk
-from remat.passes.shared.disk import DiskTensor, arena_of
+from remat.passes.ops import disk
+from remat.passes.ops.disk import DiskTensor, arena_of
 from remat.wrappers import checkpoint_wrapper, offload_wrapper
 
 FILE_SYSTEM_OF = disk._file_system_of
@@ -464,7 +464,7 @@ def test_region_without_a_policy_has_nothing_to_offload() -> None:
 def test_forked_child_leaves_its_parents_file_alone(tmp_path) -> None:
     code = """
         import gc, os, sys, torch, warnings
-        from remat.passes.shared.disk import DiskTensor, arena_of
+        from remat.passes.ops.disk import DiskTensor, arena_of
         tensor = torch.randn(5000)
         stored = DiskTensor(tensor, sys.argv[1])
         pid = os.fork()

@@ -14,12 +14,12 @@ from remat.passes.graph.constraints import find_constraints
 from remat.passes.memory.legal import verify_schedule
 from remat.passes.memory.moments import COPY_TAG
 from remat.passes.memory.schedule import schedule_backward
+from remat.passes.ops.copy_op import is_copy_alike
 from remat.passes.pipeline import Partitioned, run
 from remat.passes.plans.contents import Action
 from remat.passes.plans.plan import Plan
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
-from remat.passes.shared.copy_op import is_copy_alike
 from remat.passes.shared.errors import VerificationError
 from remat.passes.write.extract import _copied_into, extract
 from remat.passes.write.verify import verify, verify_runs

@@ -15,9 +15,9 @@ import remat
 from remat.passes import pipeline
 from remat.passes.graph.overwrite import overwritten_by
 from remat.passes.memory.moments import COPY_TAG
+from remat.passes.ops.copy_op import copy_alike_op
 from remat.passes.plans.request import Request
 from remat.passes.prices.cost import Callback
-from remat.passes.shared.copy_op import copy_alike_op
 from remat.passes.shared.errors import VerificationError
 from remat.passes.shared.executor import Executor
 from remat.passes.write.halves import Halves

@@ -13,7 +13,7 @@ import torch
 
 from remat.passes.torch_private import DisableTorchDispatch
 
-from ...passes.shared import DiskTensor, copied_alike, goes_to_disk
+from ...passes.ops import DiskTensor, copied_alike, goes_to_disk
 
 _COPIED_PLAINLY = ("cpu", "meta")
 """Devices without streams; tensors on `meta` have no memory to move."""

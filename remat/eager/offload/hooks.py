@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.eager.offload.copies import Away, offload
 from remat.passes.torch_private import DisableTorchDispatch, alias_of, skip_code
 
-from ...passes.shared import goes_to_disk
+from ...passes.ops import goes_to_disk
 from ..state import version_of
 from ..types import CheckpointError, storage_id
 

@@ -1,18 +1,28 @@
-"""Frames of running regions, what they saved, and the recomputation that backward asks for.
+"""The recomputation that backward asks for: what a forward saved, running it again, and the checks that it is the same.
 
 Imports: passes, eager.types, eager.state, eager.offload, eager.selective
 """
 
 from __future__ import annotations
 
-from .determinism import find_determinism_check, register_determinism_check
-from .engine import RegionSpec, cached_spec, noop_context_fn, run_region
+from . import collectives
+from .debug import DebugLogs
+from .determinism import MetadataFunction, default_metadata, find_determinism_check, noted, register_determinism_check
+from .forward import Forward
+from .holders import Holder, Overwritten
+from .rerun import Recomputation, settle
 
 __all__ = [
-    "RegionSpec",
-    "cached_spec",
+    "DebugLogs",
+    "Forward",
+    "Holder",
+    "MetadataFunction",
+    "Overwritten",
+    "Recomputation",
+    "collectives",
+    "default_metadata",
     "find_determinism_check",
-    "noop_context_fn",
+    "noted",
     "register_determinism_check",
-    "run_region",
+    "settle",
 ]

@@ -27,7 +27,7 @@ from remat.passes.torch_private import (
     watched_collectives,
 )
 
-from ...passes.shared import COLLECTIVE_NAMESPACES, facts_of
+from ...passes.ops import COLLECTIVE_NAMESPACES, facts_of
 from ..selective import Entry, OnMutation, answer, tensors_of, without_handles
 from ..types import Execution, OpFacts, calling_module, is_called_by_fsdp, local, op_facts, open_segment
 

@@ -18,7 +18,8 @@ from remat.passes.torch_private import (
     traced_nodes_so_far,
 )
 
-from ...passes.shared import OFFLOADS, RECOMPUTES, CheckpointPolicy, PolicyFunction, name_op
+from ...passes.ops import name_op
+from ...passes.shared import OFFLOADS, RECOMPUTES, CheckpointPolicy, PolicyFunction
 from ..types import (
     SAC_IGNORED_OPS,
     EngineMode,

@@ -21,7 +21,7 @@ from remat.eager.state import swap
 from remat.eager.state.reach import Name, Reached, each_name, module_tree, name_text
 from remat.passes.torch_private import DisableTorchDispatch, TorchDispatchMode, tree_leaves
 
-from ...passes.shared import copied_alike
+from ...passes.ops import copied_alike
 from ..types import CheckpointError, may_be_sharded, storage_id
 
 _GONE = -2  # the version of a tensor that is no more

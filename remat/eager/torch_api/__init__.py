@@ -1,6 +1,6 @@
 """Every name of torch.utils.checkpoint, with torch's signatures, over this engine.
 
-Imports: passes, eager.types, eager.state, eager.offload, eager.selective, eager.recompute
+Imports: passes, eager.types, eager.state, eager.offload, eager.selective, eager.recompute, eager.calls
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from remat.eager.torch_api.reentrant import CheckpointFunction, check_backward_v
 from remat.eager.torch_api.sequential import split_in_segments
 
 from ...passes.shared import SelectiveCheckpointContext, normalise_policy
-from ..recompute import cached_spec, noop_context_fn, run_region
+from ..calls import cached_spec, noop_context_fn, run_region
 from ..selective import OnMutation, Recorder, Replayer
 from ..state import DefaultDeviceType, get_device_states, set_device_states
 from ..types import SAC_IGNORED_OPS, CheckpointError, set_checkpoint_debug_enabled, set_checkpoint_early_stop

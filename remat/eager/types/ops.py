@@ -9,7 +9,7 @@ import torch
 
 from remat.passes.torch_private import FunctionalTensor, HigherOrderOperator, is_registered_as_effectful
 
-from ...passes.shared import facts_of
+from ...passes.ops import facts_of
 
 # Ops that forward and recompute run in different numbers for reasons of the machinery's own: no policy sees them.
 SAC_IGNORED_OPS: set[Any] = {

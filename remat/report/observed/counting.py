@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ...passes.shared import is_to_disk
+from ...passes.ops import is_to_disk
 from ...passes.torch_private import TorchDispatchMode, tree_leaves
 
 Counter = Literal["dispatch", "allocator"]

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .errors import OffloadError
+from ..shared import OffloadError
 
 MIN_BYTES = mmap.PAGESIZE
 """Smaller tensors stay where they are: a range of a file takes whole pages."""

@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import is_grad_enabled, nn
 
+from remat.eager.calls.frames import Frame
+from remat.eager.calls.out_of_memory import advise
 from remat.eager.recompute import collectives
-from remat.eager.recompute.debug import DebugLogs
-from remat.eager.recompute.determinism import MetadataFunction, find_determinism_check
-from remat.eager.recompute.frames import Frame
-from remat.eager.recompute.out_of_memory import advise
 from remat.eager.state import rng
 from remat.passes.torch_private import (
     get_eval_frame_callback,
@@ -26,6 +24,7 @@ from remat.passes.torch_private import (
     run_uncompiled,
 )
 
+from ..recompute import DebugLogs, MetadataFunction, find_determinism_check
 from ..selective import Recorder, Replayer, Selective
 from ..state import Ambient, Clearance, SavedArguments, WatchedState, generators_of, reach
 from ..types import Execution, Overrides, RegionCall, Segment, adopt_child, all_of, ends_search, local, overrides

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.eager.recompute.forward import Forward
-
 from ...passes.shared import add_advice, is_out_of_memory, policy_name, size
+from ..recompute import Forward
 from ..selective import Entry, tensors_of
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from remat.eager.recompute.forward import Forward
-
+from ..recompute import Forward
 from ..state import (
     Copies,
     ReadGuard,

@@ -21,13 +21,9 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from remat.eager.recompute.determinism import MetadataFunction, default_metadata, noted
-from remat.eager.recompute.forward import Forward
-from remat.eager.recompute.holders import Holder, Overwritten
-from remat.eager.recompute.out_of_memory import advise
-from remat.eager.recompute.rerun import Recomputation, settle
-from remat.eager.recompute.served import Served
-from remat.eager.recompute.surroundings import context_of, surroundings
+from remat.eager.calls.out_of_memory import advise
+from remat.eager.calls.served import Served
+from remat.eager.calls.surroundings import context_of, surroundings
 from remat.eager.state import rng
 from remat.passes.torch_private import (
     current_graph_task_id,
@@ -43,6 +39,7 @@ from remat.passes.torch_private import (
     skip_code,
 )
 
+from ..recompute import Forward, Holder, MetadataFunction, Overwritten, Recomputation, default_metadata, noted, settle
 from ..state import SavedArguments, argument_name
 from ..types import CheckpointError, Differs, Execution, RegionCall, Segment, all_of, local
 
