@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import compat, policies, wiring, wrappers
 from .compat import CheckpointPolicy, checkpoint, checkpoint_sequential
-from .passes.plans import Action, Decision, Plan
 from .passes.prices import OpCall
 from .passes.shared import (
     InfeasibleBudget,
@@ -21,6 +20,7 @@ from .version import __version__
 from .wiring import partitioner
 
 if TYPE_CHECKING:
+    from .passes.plans import Action, Decision, Plan
     from .report import Report, explain, observe, pareto
 
 __all__ = [
@@ -64,6 +64,10 @@ def __getattr__(name: str) -> Any:
     """Load what needs the compilers when it is first used: they take longer to import than torch itself."""
     if name == "partitioner":
         return partitioner
+    if name in ("Action", "Decision", "Plan"):
+        from .passes import plans
+
+        return getattr(plans, name)
     if name in ("pareto", "Pareto"):
         from .report import frontier
 

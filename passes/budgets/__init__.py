@@ -8,10 +8,15 @@ Imports: torch_private, shared, ops, graph, sizes, rewrites, prices, memory, sea
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .budget import FUSION_MARGIN, LOWEST_PLAN_OPTION, Budget, RegionShare
-from .pick import Picked, pick, pick_from
-from .regions import Found, choose_within_shares, meet_regions
 from .text import parse_budget
+
+if TYPE_CHECKING:
+    from .picking import Picked, pick, pick_from
+    from .regions import Found, choose_within_shares, meet_regions
 
 __all__ = [
     "FUSION_MARGIN",
@@ -26,3 +31,12 @@ __all__ = [
     "pick",
     "pick_from",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what leads to the planners when it is first used: who only reads a budget needs none of them."""
+    if name in ("Picked", "pick", "pick_from"):
+        return getattr(import_module(f"{__name__}.picking"), name)
+    if name in ("Found", "choose_within_shares", "meet_regions"):
+        return getattr(import_module(f"{__name__}.regions"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -314,9 +314,9 @@ def _diff(asked: argparse.Namespace) -> int:
 
 
 def _pareto(asked: argparse.Namespace) -> int:
-    from ..report import FORMS, pareto
+    from ..report import FRONTIER_FORMS, pareto
 
-    _check_output(asked, FORMS)
+    _check_output(asked, FRONTIER_FORMS)
     options = {"inner": asked.inner, "cost_model": asked.cost_model, "num_budgets": asked.num_budgets}
     with _loaded(asked) as (model, args, kwargs):
         frontier = pareto(model, *args, progress=True, **options, **kwargs)

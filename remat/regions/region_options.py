@@ -8,7 +8,7 @@ from typing import Any
 from remat.eager import RegionSpec, Selective
 
 from ..eager import find_determinism_check
-from ..passes.budgets import Budget
+from ..passes.budgets import Budget, parse_budget
 from ..passes.shared import normalise_policy
 
 
@@ -39,8 +39,6 @@ class RegionOptions:
         """The bound on the region's share of the activation peak."""
         if self.memory_budget is None:
             return None
-        from ..passes.budgets import parse_budget  # leads to the planners, which most programs never need
-
         return parse_budget(self.memory_budget)
 
     def eager_spec(self) -> RegionSpec:

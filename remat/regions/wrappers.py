@@ -30,8 +30,7 @@ from remat.regions import policies
 from remat.regions.marking import check_offload
 from remat.regions.region import RegionCall, region_options
 
-from ..eager import OffloadHooks
-from ..eager import checkpoint as compat
+from ..eager import OffloadHooks, checkpoint
 
 __all__ = [
     "ActivationWrapper",
@@ -139,10 +138,10 @@ class CheckpointWrapper(ActivationWrapper):
         if checkpoint_fn is not None:
             self.checkpoint_fn: Callable[..., Any] = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
         elif checkpoint_impl is CheckpointImpl.REENTRANT:
-            self.checkpoint_fn = functools.partial(compat.checkpoint, use_reentrant=True, **checkpoint_fn_kwargs)
+            self.checkpoint_fn = functools.partial(checkpoint, use_reentrant=True, **checkpoint_fn_kwargs)
             self._traced_fn = RegionCall(region_options(type(mod).__name__, checkpoint_fn_kwargs))
         elif "context_fn" in checkpoint_fn_kwargs:
-            self.checkpoint_fn = functools.partial(compat.checkpoint, use_reentrant=False, **checkpoint_fn_kwargs)
+            self.checkpoint_fn = functools.partial(checkpoint, use_reentrant=False, **checkpoint_fn_kwargs)
         else:
             name = checkpoint_fn_kwargs.pop("name", None) or type(mod).__name__
             self.checkpoint_fn = RegionCall(region_options(name, checkpoint_fn_kwargs))

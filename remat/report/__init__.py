@@ -11,14 +11,15 @@ Imports: passes, eager, regions, compiled
 from __future__ import annotations
 
 from .forms import compare, load_plans
-from .frontier import FORMS, frontier, pareto
+from .frontier import FRONTIER_FORMS, frontier, pareto
 from .observed import Observation, observe
 from .planned import explain
 from .publishing import Publisher
-from .report import Report
+from .report import FORMS, Report
 
 __all__ = [
     "FORMS",
+    "FRONTIER_FORMS",
     "Observation",
     "Publisher",
     "Report",

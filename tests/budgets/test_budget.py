@@ -297,7 +297,7 @@ def test_plan_for_another_graph_is_refused_with_the_first_difference(tmp_path: P
 
 def test_damaged_plan_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"format": 2, "decisions": []}')
+    path.write_text('{"format": 1, "decisions": []}')
     with pytest.raises(OptionError, match=r"plan=.*plan\.json' cannot be read: .*this plan is damaged"):
         Options.parse({"plan": path})
 

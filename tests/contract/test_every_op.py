@@ -1,7 +1,7 @@
 """Every differentiable op torch can sample, between two pointwise ops: remat changes no output and no gradient.
 
-`pytest -m slow tests/test_every_op.py` runs them all and ends with a table of what ran and what did not, and why. The
-default run takes a fixed sample of them.
+`pytest -m slow tests/contract/test_every_op.py` runs them all and ends with a table of what ran and what did not, and
+why. The default run takes a fixed sample of them.
 """
 
 from __future__ import annotations

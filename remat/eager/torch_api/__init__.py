@@ -5,7 +5,6 @@ Imports: passes, eager.types, eager.state, eager.offload, eager.selective, eager
 
 from __future__ import annotations
 
-from . import checkpoint
 from .checkpoint import (
     CheckpointError,
     CheckpointFunction,
@@ -14,6 +13,7 @@ from .checkpoint import (
     GraphExecGroup,
     SelectiveCheckpointContext,
     check_backward_validity,
+    checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
     detach_variable,

@@ -6,10 +6,10 @@ Imports: passes, eager, regions, compiled, report.data, report.forms
 from __future__ import annotations
 
 from . import frontier
-from .frontier import FORMS, Pareto, Progress, pareto
+from .frontier import FRONTIER_FORMS, Pareto, Progress, pareto
 
 __all__ = [
-    "FORMS",
+    "FRONTIER_FORMS",
     "Pareto",
     "Progress",
     "frontier",

@@ -35,7 +35,7 @@ FORMAT = 1
 DIGITS = 4
 """How exactly extra times are printed: those of neighbours may differ by less than a hundredth."""
 
-FORMS = (".svg", ".html", ".json", ".txt")
+FRONTIER_FORMS = (".svg", ".html", ".json", ".txt")
 """The suffixes of files that a frontier can be saved as."""
 
 NUM_BUDGETS = 16
@@ -120,7 +120,7 @@ class Pareto:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the frontier in the form that the file's suffix names: .svg, .html, .json (with all plans) or .txt."""
         writers: tuple[Callable[[], str], ...] = (self.to_svg, self.to_html, self.to_json, lambda: f"{self}\n")
-        write = dict(zip(FORMS, writers, strict=True))[form_of(path, FORMS)]
+        write = dict(zip(FRONTIER_FORMS, writers, strict=True))[form_of(path, FRONTIER_FORMS)]
         Path(path).write_text(write(), encoding="utf-8")
 
     def to_json(self) -> str:
