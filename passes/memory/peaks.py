@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..sizes import NotExpressible, Sizes, Terms, largest_of, write
@@ -89,7 +90,7 @@ def _running_sums(changes: Mapping[int, Sequence[int]], width: int) -> Iterable[
     ordered = [changes[moment] for moment in sorted(changes) if any(changes[moment])]
     total = [0] * width
     rows: dict[Row, None] = {}
-    for change, following in zip(ordered, [*ordered[1:], [-1]], strict=True):
+    for change, following in pairwise([*ordered, [-1]]):
         total = list(map(operator.add, total, change))
         if max(change) > 0 and min(following) < 0:
             rows[tuple(total)] = None

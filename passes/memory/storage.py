@@ -196,7 +196,7 @@ def _is_written_out(node: fx.Node) -> bool:
     """True for a reduction over a few elements at a time, which a compiler takes for plain arithmetic."""
     source, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
     value = tensor_of(source) if isinstance(source, fx.Node) else None
-    if value is None or not isinstance(dims, (list, tuple)) or not dims:
+    if value is None or value.dim() == 0 or not isinstance(dims, (list, tuple)) or not dims:
         return False
     sizes: list[int | torch.SymInt] = [value.shape[dim] for dim in dims if isinstance(dim, int)]
     if not all(isinstance(size, int) for size in sizes):

@@ -14,7 +14,7 @@ from support import zoo
 from torch import nn
 
 import remat
-from remat import backend
+from remat.compiled import backend
 from remat.passes.inductor.order import kernel_order, planned_order
 from remat.passes.memory.moments import MOMENT_TAG, Moment
 from remat.report.observed.counting import activation_peak, clear_gradients

@@ -18,8 +18,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
-from remat import backend
-from remat.compiled import kernel_check
+from remat.compiled import backend, kernel_check
 from remat.compiled.kernel_check import KernelCheck
 from remat.passes import pipeline as partition
 from remat.passes.graph.constraints import find_constraints
