@@ -390,10 +390,10 @@ def _argument(value: Any) -> Any:
 
 
 def _marks(half: fx.GraphModule) -> list[Any]:
-    """What remat has written on nodes for the compiler, under whatever name."""
+    """What remat has written on nodes for the compiler, under whatever name; where they come from is for checks."""
     marks = []
     for node in half.graph.nodes:
-        own = [value for name, value in node.meta.items() if name.startswith("remat_")]
+        own = [value for name, value in node.meta.items() if name.startswith("remat_") and name != "remat_node"]
         marks += [[node.name, value] for value in own if isinstance(value, (bool, int, str, tuple))]
     return marks
 
