@@ -170,8 +170,8 @@ def _note(reading: _Reading, node: fx.Node) -> None:
     if handed_on is None:
         raise VerificationError(f"`{node.format_node()}` computes nothing that the joint graph computes")
     reading.stands_for[node], reading.place[node] = handed_on, node
-    source = node.all_input_nodes[0]
-    reading.writes[node] = reading.writes[reading.place[source]]
+    for source in node.all_input_nodes[:1]:
+        reading.writes[node] = reading.writes[reading.place[source]]
 
 
 def _place(reading: _Reading, node: fx.Node) -> fx.Node:
@@ -255,12 +255,12 @@ def _finds_the_same(reading: _Reading, node: fx.Node, i: int) -> bool:
 
 def _handed_on(reading: _Reading, node: fx.Node) -> object:
     """What a node stands for that no node of the joint graph stands behind; None if that is not known."""
+    if node.target is run_and_save_rng_state and isinstance(node.meta.get(NODE_TAG), int):
+        return State(node)
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     target, args = node.target, node.args
     given = reading.stands_for.get(node.all_input_nodes[0])
-    if target is run_and_save_rng_state and isinstance(node.meta.get(NODE_TAG), int):
-        return State(node)
     if target is operator.getitem:
         return given if isinstance(given, State) and args[1] == 0 else None
     if is_to_disk(target) or is_copy_alike(target) or (target is _aten.clone.default and not node.kwargs):
